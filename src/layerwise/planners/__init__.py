@@ -1,0 +1,112 @@
+"""Strategies: pure functions from sample lengths to a StepPlan; no tensor, no process, no environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from layerwise.cost import CostModel
+from layerwise.errors import SpecError
+from layerwise.plan import Ints, MicrobatchPlan, StepPlan
+from layerwise.planners.dynamic import plan_dynamic
+from layerwise.planners.parents import plan_repack_parents
+from layerwise.planners.problem import GroupOptions, StepProblem, check_lengths
+from layerwise.planners.repack import RepackOptions, plan_repack
+from layerwise.planners.static import StaticOptions, plan_static
+from layerwise.spec import ClusterSpec, ModelSpec, record_from
+
+Planned = tuple[tuple[MicrobatchPlan, ...], dict[str, int]]
+
+
+class Strategy(NamedTuple):
+    """The options that a strategy takes, and the function that makes micro-batches and notes from them."""
+
+    options: type[StaticOptions] | type[GroupOptions]
+    plan: Callable[[StepProblem, Any], Planned]
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "static": Strategy(StaticOptions, lambda problem, options: (plan_static(problem, options), {})),
+    "dynamic": Strategy(GroupOptions, lambda problem, options: (plan_dynamic(problem, options), {})),
+    "repack": Strategy(
+        RepackOptions, lambda problem, options: plan_repack(problem, plan_dynamic(problem, options), options)
+    ),
+    "repack+parents": Strategy(
+        RepackOptions,
+        lambda problem, options: plan_repack_parents(problem, plan_dynamic(problem, options), options),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """A strategy with its settings; calling it with the sample lengths of a step plans that step.
+
+    Raises SpecError at once for an unknown strategy, an unknown option or an illegal value.
+    """
+
+    strategy: str
+    cluster: ClusterSpec
+    model: ModelSpec
+    max_tokens_per_rank: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise SpecError(f"strategy={self.strategy!r} is unknown; legal values: {', '.join(STRATEGIES)}")
+        if self.max_tokens_per_rank < 1:
+            raise SpecError(f"max_tokens_per_rank={self.max_tokens_per_rank} must be at least 1")
+        self._checked_options()
+
+    def _checked_options(self) -> StaticOptions | GroupOptions:
+        options = record_from(
+            STRATEGIES[self.strategy].options, dict(self.options), f"strategy {self.strategy}"
+        )
+        options.check(self.cluster)
+        return options
+
+    def __call__(self, lengths: Sequence[int] | Ints) -> StepPlan:
+        """Plan one step of samples with these lengths in tokens. Raises DataError or InfeasibleError."""
+        problem = StepProblem(
+            lengths=check_lengths(lengths),
+            cost=CostModel(cluster=self.cluster, model=self.model),
+            max_tokens_per_rank=self.max_tokens_per_rank,
+        )
+        microbatches, notes = STRATEGIES[self.strategy].plan(problem, self._checked_options())
+        plan = StepPlan(
+            strategy=self.strategy,
+            num_ranks=self.cluster.num_ranks,
+            ranks_per_node=self.cluster.ranks_per_node,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            lengths=tuple(problem.lengths.tolist()),
+            attention=problem.cost.attention,
+            microbatches=microbatches,
+            notes=notes,
+        )
+        plan.validate()
+        return plan
+
+
+def plan_step(
+    lengths: Sequence[int] | Ints,
+    *,
+    cluster: ClusterSpec,
+    model: ModelSpec,
+    strategy: str,
+    max_tokens_per_rank: int,
+    **options: Any,
+) -> StepPlan:
+    """Plan one step: which rank holds which tokens and computes which attention; the plan is validated.
+
+    lengths: tokens of each sample. options: the strategy's own, such as sp_degree for "static".
+    Raises SpecError (settings), DataError (lengths) or InfeasibleError (a sample fits nowhere).
+    """
+    planner = Planner(
+        strategy=strategy,
+        cluster=cluster,
+        model=model,
+        max_tokens_per_rank=max_tokens_per_rank,
+        options=options,
+    )
+    return planner(lengths)

@@ -1,0 +1,31 @@
+# Every target works from a fresh clone; the virtual environment is made once and then reused.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo test check docs-check clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/layerwise compare --config examples/demo.yaml --strategies dynamic,repack+parents --out runs/demo --overwrite
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell src tests docs examples README.md CHANGELOG.md
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache

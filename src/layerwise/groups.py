@@ -1,0 +1,187 @@
+"""The ranks of a run and the groups among them: the only place that creates process groups.
+
+A World gives its rank a Comm for each block of ranks. ProcessWorld does it over torch.distributed; LocalWorld runs the
+ranks as threads of one process, with the same code above it, for tests and small experiments.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerwise.errors import PlanMismatchError, SpecError
+from layerwise.exchange import Comm, GroupComm
+from layerwise.traffic import Block
+
+ResultT = TypeVar("ResultT")
+
+
+class World(Protocol):
+    """All ranks of a run, seen from one of them."""
+
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+
+    def prepare(self, blocks: Iterable[Block]) -> None:
+        """Make the groups that are missing; every rank calls this with the same blocks."""
+
+    def comm(self, block: Block | None) -> Comm | None:
+        """The prepared group of a block; None for None."""
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, by rank; all ranks give equally many."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
+
+
+class ProcessWorld:
+    """The ranks of the initialised torch.distributed default group.
+
+    Each distinct block becomes one process group, once, on every rank and in the same order, however many layers and
+    micro-batches use it; the block of all ranks is the default group itself.
+    """
+
+    def __init__(self, ranks_per_node: int, device: torch.device | None = None) -> None:
+        """Raises SpecError where the number of ranks is not a multiple of ranks_per_node."""
+        if not dist.is_initialized():
+            raise SpecError("torch.distributed is not initialised; call init_process_group first, or use solo_world()")
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self.ranks_per_node = ranks_per_node
+        self.device = device or torch.device("cpu")
+        if self.num_ranks % ranks_per_node:
+            raise SpecError(f"{self.num_ranks} ranks are not a multiple of ranks_per_node={ranks_per_node}")
+        self._groups: dict[Block, Any] = {Block(0, self.num_ranks): dist.group.WORLD}
+
+    def prepare(self, blocks: Iterable[Block]) -> None:
+        """Make the missing groups, in ascending order."""
+        for block in sorted(set(blocks) - set(self._groups)):
+            self._groups[block] = dist.new_group(list(range(block.lo, block.hi)))
+
+    def comm(self, block: Block | None) -> GroupComm | None:
+        """The prepared group of a block."""
+        return None if block is None else GroupComm(block, self.rank - block.lo, self._groups[block])
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, by rank."""
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        everyone = mine.new_empty(self.num_ranks * len(values))
+        dist.all_gather_into_tensor(everyone, mine)
+        return everyone.view(self.num_ranks, len(values)).tolist()  # type: ignore[no-any-return]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        dist.all_reduce(tensor)
+
+
+class LocalWorld:
+    """Ranks as threads of one process. `run` calls fn(world) once per rank and returns the results by rank.
+
+    Stricter than gloo: a sender and a receiver that disagree about a split raise PlanMismatchError. The first rank to
+    fail ends the others, and its error is raised.
+    """
+
+    def __init__(self, num_ranks: int, ranks_per_node: int) -> None:
+        if num_ranks % ranks_per_node:
+            raise SpecError(f"{num_ranks} ranks are not a multiple of ranks_per_node={ranks_per_node}")
+        self.num_ranks = num_ranks
+        self.ranks_per_node = ranks_per_node
+        self._tables: dict[Block, _MeetingPoint] = {}
+        self._lock = threading.Lock()
+
+    def meeting_point(self, block: Block) -> _MeetingPoint:
+        """The one place where the threads of a block meet."""
+        with self._lock:
+            return self._tables.setdefault(block, _MeetingPoint(block.size))
+
+    def run(self, fn: Callable[[World], ResultT]) -> list[ResultT]:
+        """fn(world) on every rank."""
+        results: list[Any] = [None] * self.num_ranks
+        errors: list[BaseException] = []
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = fn(_LocalRank(self, rank))
+            except BaseException as error:
+                with self._lock:
+                    errors.append(error)
+                    for point in self._tables.values():
+                        point.barrier.abort()
+
+        threads = [threading.Thread(target=target, args=(rank,), daemon=True) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return results
+
+
+def solo_world() -> World:
+    """The world of a single process without torch.distributed."""
+    return _LocalRank(LocalWorld(1, 1), 0)
+
+
+class _MeetingPoint:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.slots: list[Any] = [None] * size
+
+    def swap(self, peer: int, value: Any) -> list[Any]:
+        """Everyone's value, by peer."""
+        self.slots[peer] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+@dataclass(frozen=True, eq=False)
+class _LocalComm:
+    block: Block
+    peer: int
+    point: _MeetingPoint
+
+    def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
+        parts = self.point.swap(self.peer, send.split(send_splits))
+        for peer, (theirs, expected) in enumerate(zip(parts, recv_splits, strict=True)):
+            if theirs[self.peer].numel() != expected:
+                raise PlanMismatchError(
+                    f"rank {self.block.lo + peer} sends {theirs[self.peer].numel()} elements to rank "
+                    f"{self.block.lo + self.peer}, which expects {expected}: they follow different plans"
+                )
+        return torch.cat([theirs[self.peer] for theirs in parts])
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        values = self.point.swap(self.peer, tensor.clone())
+        tensor.copy_(torch.stack(values).sum(0))
+
+
+class _LocalRank:
+    def __init__(self, local: LocalWorld, rank: int) -> None:
+        self.local, self.rank = local, rank
+        self.num_ranks, self.ranks_per_node = local.num_ranks, local.ranks_per_node
+        self._everyone = local.meeting_point(Block(0, self.num_ranks))
+
+    def prepare(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.local.meeting_point(block)
+
+    def comm(self, block: Block | None) -> _LocalComm | None:
+        return None if block is None else _LocalComm(block, self.rank - block.lo, self.local.meeting_point(block))
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        return self._everyone.swap(self.rank, list(values))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        values = self._everyone.swap(self.rank, tensor.clone())
+        tensor.copy_(torch.stack(values).sum(0))

@@ -1,0 +1,79 @@
+"""Losses and gradients that equal one process's, whatever the layout.
+
+Each rank adds up its local tokens and divides by counts of the whole optimizer step, so gradients are summed over ranks
+and micro-batches, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerwise.groups import World
+from layerwise.runtime import Routes, current_routes
+
+
+def token_loss(logits: Tensor, shift_labels: Tensor, num_valid_tokens: int) -> Tensor:
+    """This rank's part of the step's mean cross-entropy: a float32-or-better scalar; the sum over ranks is the loss.
+
+    logits: [T, V]; shift_labels: int64 [T], the next token of the same sample or -100; num_valid_tokens: labels that are
+    not -100 in the whole optimizer step, over all ranks. A step without any has loss 0 and zero gradients.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, shift_labels, reduction="sum")  # ignores -100
+    return total / max(num_valid_tokens, 1)
+
+
+def balance_loss(counts: Tensor, prob_sums: Tensor, *, experts_per_token: int, num_tokens: int, routes: Routes | None = None) -> Tensor:
+    """This rank's part of the router balance loss of a step, a scalar; the sum over ranks is the loss.
+
+    counts: int64 [layers, pieces, E], tokens of each local shard that chose each expert; prob_sums: [layers, pieces, E],
+    sums of router probabilities; num_tokens: of the whole step. Per layer and sample the loss is E * sum_e f_e * P_e
+    (the sequence-wise form of DeepSeek-V3, arXiv 2412.19437, section 2.1.2), weighted by the sample's tokens and averaged
+    over layers. Being a sum over samples it does not depend on who shares a micro-batch. Counts of samples that several
+    ranks hold are added up in one small all-reduce among them.
+    """
+    routes = routes or current_routes()
+    num_layers, _, num_experts = counts.shape
+    totals = _sum_over_shards(counts, routes)
+    # sum_s L_s/N * E * sum_e (count_es / (L_s * topk)) * (prob_es / L_s): one L_s cancels.
+    lengths = (totals.sum(-1, keepdim=True) / experts_per_token).clamp(min=1)
+    per_piece = (totals / (lengths * experts_per_token)).to(prob_sums.dtype) * prob_sums
+    return per_piece.sum() * (num_experts / (max(num_tokens, 1) * max(num_layers, 1)))
+
+
+def _sum_over_shards(counts: Tensor, routes: Routes) -> Tensor:
+    """counts [layers, pieces, E] with every piece's row replaced by the sum over all shards of its sample."""
+    comm = routes.world.comm(routes.shard_block)
+    if comm is None:
+        return counts
+    slots = np.searchsorted(routes.shared_samples, routes.piece_samples)
+    is_shared = np.isin(routes.piece_samples, routes.shared_samples)
+    pieces = torch.from_numpy(np.flatnonzero(is_shared)).to(counts.device)
+    slot_of_piece = torch.from_numpy(slots[is_shared]).to(counts.device)
+    table = counts.new_zeros(counts.shape[0], len(routes.shared_samples), counts.shape[2])
+    table.index_add_(1, slot_of_piece, counts[:, pieces])
+    comm.all_reduce(table)
+    totals = counts.clone()
+    totals[:, pieces] = table[:, slot_of_piece]
+    return totals
+
+
+@torch.no_grad()
+def reduce_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
+    """Sum gradients over all ranks in one float32-or-better all-reduce; a missing gradient counts as zero.
+
+    Every rank ends with the same bits, so replicated weights stay equal.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if world.num_ranks == 1 or not trained:
+        return
+    wide = torch.promote_types(torch.float32, trained[0].dtype)
+    flat = torch.cat([p.new_zeros(p.numel(), dtype=wide) if p.grad is None else p.grad.flatten().to(wide) for p in trained])
+    world.all_reduce(flat)
+    for p, grad in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        p.grad = grad.view_as(p).to(p.dtype)

@@ -1,0 +1,181 @@
+"""From groups to Shards and Tiles: cut samples into equal parts, and heads or queries into equal work.
+
+Any length divides over any group (13 over 4 is 4, 3, 3, 3), KV groups are never torn, and no row is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from layerwise.plan import Ints, MicrobatchPlan, Parent, Shard, Tile, shard_table, tile_table
+from layerwise.spec import FULL, AttentionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Sample `sample[i]` is shared by the ranks [first[i], first[i] + degree[i]); int64 [samples] each."""
+
+    sample: Ints
+    first: Ints
+    degree: Ints
+
+
+def place(parents: Iterable[Parent]) -> Placement:
+    """Every sample on all ranks of its group."""
+    rows = [(sample, p.first_rank, p.sp_degree) for p in parents for sample in p.samples]
+    return Placement(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+
+
+def lay_out(
+    lengths: Ints,
+    attention: Mapping[str, AttentionSpec],
+    parents: Iterable[Parent],
+    children: Mapping[Parent, Placement] | None = None,
+) -> MicrobatchPlan:
+    """The micro-batch of these groups.
+
+    A parent in `children` keeps its full-attention tiles on all its ranks, while its samples' shards, and
+    their tiles of all other layer kinds, go where the children say.
+    """
+    children, parents = children or {}, sorted(parents, key=lambda p: p.first_rank)
+    wide = place(parents)
+    parts = [children.get(parent) or place([parent]) for parent in parents]
+    owners = Placement(
+        *(np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree"))
+    )
+    return MicrobatchPlan(
+        shards=shard_table(shard_rows(owners, lengths)),
+        tiles={
+            kind: tile_table(tile_rows(wide if kind == FULL else owners, lengths, spec))
+            for kind, spec in attention.items()
+        },
+        parents=tuple(
+            Parent(**{**vars(parent), "repacked": parent in children}) for parent in parents if parent.samples
+        ),
+    )
+
+
+class _Batch(NamedTuple):
+    """The samples of one SP degree; `turn` numbers the samples of each group, longest first."""
+
+    degree: int
+    sample: Ints
+    first: Ints
+    length: Ints
+    turn: Ints
+    begins: Ints  # row of the first sample of the row's group
+
+
+def _batches(placement: Placement, lengths: Ints) -> Iterable[_Batch]:
+    for degree in np.unique(placement.degree).tolist():
+        chosen = np.flatnonzero(placement.degree == degree)
+        sample, first = placement.sample[chosen], placement.first[chosen]
+        order = np.lexsort([sample, -lengths[sample], first])
+        sample, first = sample[order], first[order]
+        starts = np.diff(first, prepend=-1) != 0
+        begins = np.maximum.accumulate(np.where(starts, np.arange(len(first)), 0))
+        yield _Batch(degree, sample, first, lengths[sample], np.arange(len(first)) - begins, begins)
+
+
+def shard_rows(placement: Placement, lengths: Ints) -> Ints:
+    """Shard rows, int64 [shards, 4]: each sample in equal contiguous parts on its ranks.
+
+    Samples that share a group take turns in who gets the tokens left over, so a group's ranks differ by one
+    at most.
+    """
+    rows = [np.zeros((0, len(Shard._fields)), dtype=np.int64)]
+    for batch in _batches(placement, lengths):
+        base, extra = np.divmod(batch.length, batch.degree)
+        before = np.cumsum(extra) - extra
+        offset = before - before[batch.begins]
+        position = np.arange(batch.degree)
+        sizes = base[:, None] + ((position - offset[:, None]) % batch.degree < extra[:, None])
+        hi = np.cumsum(sizes, axis=1)
+        columns = (batch.sample[:, None], batch.first[:, None] + position, hi - sizes, hi)
+        table = np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
+        rows.append(table[sizes.reshape(-1) > 0])
+    return np.concatenate(rows)
+
+
+class HeadShare(NamedTuple):
+    """One rank's share of a sample's attention: heads [h0, h1), part `part` of `parts` of the queries."""
+
+    h0: int
+    h1: int
+    part: int
+    parts: int
+
+    @property
+    def heads(self) -> float:
+        """The share in heads."""
+        return (self.h1 - self.h0) / self.parts
+
+
+@lru_cache(maxsize=1024)
+def head_shares(degree: int, spec: AttentionSpec) -> tuple[HeadShare, ...]:
+    """The shares of `degree` ranks, largest first.
+
+    Whole KV groups while there are enough; then query heads of one KV group; then query ranges of one head.
+    """
+    size = spec.queries_per_kv
+    if degree <= spec.num_kv_heads:
+        shares = [HeadShare(lo * size, hi * size, 0, 1) for lo, hi in _even_ranges(spec.num_kv_heads, degree)]
+    else:
+        shares = []
+        for kv_head, (lo, hi) in enumerate(_even_ranges(degree, spec.num_kv_heads)):
+            shares += _shares_of_kv_group(kv_head * size, size, hi - lo)
+    return tuple(sorted(shares, key=lambda share: -share.heads))
+
+
+def _shares_of_kv_group(first_head: int, num_heads: int, num_ranks: int) -> list[HeadShare]:
+    if num_ranks <= num_heads:
+        return [
+            HeadShare(first_head + lo, first_head + hi, 0, 1) for lo, hi in _even_ranges(num_heads, num_ranks)
+        ]
+    shares = []
+    for head, (lo, hi) in enumerate(_even_ranges(num_ranks, num_heads), start=first_head):
+        shares += [HeadShare(head, head + 1, part, hi - lo) for part in range(hi - lo)]
+    return shares
+
+
+def _even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
+    """[0, total) in `parts` ranges whose sizes differ by one at most, larger ones first."""
+    base, extra = divmod(total, parts)
+    ends = [base * i + min(i, extra) for i in range(parts + 1)]
+    return list(pairwise(ends))
+
+
+def tile_rows(placement: Placement, lengths: Ints, spec: AttentionSpec) -> Ints:
+    """Tile rows, int64 [tiles, 7]: each sample's queries x heads on its ranks, in shares of equal work.
+
+    Where shares are unequal, samples that share a group take turns in who gets the larger ones.
+    """
+    rows = [np.zeros((0, len(Tile._fields)), dtype=np.int64)]
+    for batch in _batches(placement, lengths):
+        shares = head_shares(batch.degree, spec)
+        num_larger = sum(share.heads > shares[-1].heads for share in shares)
+        cuts = {parts: query_cuts(batch.length, parts, spec) for parts in {share.parts for share in shares}}
+        q0, q1 = (np.stack([cuts[s.parts][:, s.part + end] for s in shares], axis=1) for end in (0, 1))
+        position = (np.arange(batch.degree) + (batch.turn * num_larger)[:, None]) % batch.degree
+        h0, h1 = (np.array(heads) for heads in zip(*((s.h0, s.h1) for s in shares), strict=True))
+        columns = (batch.sample[:, None], batch.first[:, None] + position, q0, q1, spec.first_key(q0), h0, h1)
+        table = np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
+        rows.append(table[(q0 < q1).reshape(-1)])
+    return np.concatenate(rows)
+
+
+def query_cuts(lengths: Ints, parts: int, spec: AttentionSpec) -> Ints:
+    """Cuts of each sample's queries into parts of equal attention pairs, int64 [samples, parts + 1]."""
+    goal = spec.pairs(lengths * 0, lengths)[:, None] * np.arange(parts + 1) // parts
+    low, high = np.zeros_like(goal), np.broadcast_to(lengths[:, None], goal.shape)
+    while (low < high).any():
+        middle = (low + high) // 2
+        enough = spec.pairs(middle * 0, middle) >= goal
+        low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
+    return low

@@ -1,0 +1,213 @@
+"""Bin packing without domain knowledge: items of several loads into unlike bins with a capacity.
+
+A bin's height is its load; each dimension is as high as its highest bin, and the makespan is the sum of those
+heights.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerwise.plan import Ints
+
+Floats = NDArray[np.float64]
+
+# The refinement minimises a p-norm over bins instead of the maximum: it falls smoothly where several bins
+# tie.
+NORM_DOUBLINGS = 4  # p = 2**4
+MAX_PARTNER_BINS = 12
+MAX_PARTNERS = 96
+MIN_GAIN = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Items and bins; bins of one class are alike.
+
+    loads: float64 [dims, items, classes], what an item adds to a bin of the class.
+    base: float64 [dims, classes], the load of an empty bin.
+    bin_class: int64 [bins].
+    tokens: int64 [items]; capacity_tokens: int64 [bins].
+    allowed: bool [items, classes], or None where any item may go anywhere.
+    """
+
+    loads: Floats
+    base: Floats
+    bin_class: Ints
+    tokens: Ints
+    capacity_tokens: Ints
+    allowed: NDArray[np.bool_] | None = None
+
+    def bin_loads(self, bin_of: Ints) -> Floats:
+        """The load of every bin, float64 [dims, bins], for `bin_of` int64 [items]."""
+        items = np.arange(len(bin_of))
+        added = self.loads[:, items, self.bin_class[bin_of]]
+        num_bins = len(self.bin_class)
+        return (
+            np.stack([np.bincount(bin_of, weights=row, minlength=num_bins) for row in added])
+            + self.base[:, self.bin_class]
+        )
+
+    def makespan(self, bin_of: Ints) -> float:
+        """The sum over dimensions of the highest bin."""
+        return float(self.bin_loads(bin_of).max(axis=1).sum())
+
+
+def pack_longest_first(packing: Packing) -> Ints | None:
+    """Bin of every item, int64 [items]: longest first, each where it ends lowest. None: one fits nowhere."""
+    height = packing.loads.sum(axis=0)
+    order = np.lexsort([np.arange(len(height)), -packing.tokens, -height.mean(axis=1)]).tolist()
+    heights, tokens, free = height.tolist(), packing.tokens.tolist(), packing.capacity_tokens.tolist()
+    num_classes = packing.base.shape[1]
+    allowed = np.ones((len(height), num_classes), dtype=bool) if packing.allowed is None else packing.allowed
+    may_use, base = allowed.tolist(), packing.base.sum(axis=0).tolist()
+    heaps: list[list[tuple[float, int]]] = [[] for _ in range(num_classes)]
+    for index, kind in enumerate(packing.bin_class.tolist()):
+        heaps[kind].append((base[kind], index))
+    bin_of = np.full(len(height), -1, dtype=np.int64)
+    for item in order:
+        need, best = tokens[item], None
+        for kind, heap in enumerate(heaps):
+            if not heap or not may_use[item][kind]:
+                continue
+            lowest = (
+                heap[0]
+                if free[heap[0][1]] >= need
+                else min((e for e in heap if free[e[1]] >= need), default=None)
+            )
+            if lowest is not None and (best is None or lowest[0] + heights[item][kind] < best[0]):
+                best = (lowest[0] + heights[item][kind], kind, lowest)
+        if best is None:
+            return None
+        level, kind, entry = best
+        _replace(heaps[kind], entry, (level, entry[1]))
+        free[entry[1]] -= need
+        bin_of[item] = entry[1]
+    return bin_of
+
+
+def _replace(heap: list[tuple[float, int]], old: tuple[float, int], new: tuple[float, int]) -> None:
+    if heap[0] == old:
+        heapq.heapreplace(heap, new)
+    else:
+        heap[heap.index(old)] = new
+        heapq.heapify(heap)
+
+
+def refine(packing: Packing, bin_of: Ints, max_steps: int = 48) -> Ints:
+    """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
+    start, bin_of = bin_of, bin_of.copy()
+    for _ in range(max_steps):
+        loads = packing.bin_loads(bin_of)
+        changes = [
+            _best_change(packing, bin_of, loads, hot) for hot in np.unique(loads.argmax(axis=1)).tolist()
+        ]
+        gain, item, partner, target = max(changes)
+        if gain <= MIN_GAIN:
+            break
+        if partner >= 0:
+            bin_of[partner] = bin_of[item]
+        bin_of[item] = target
+    return bin_of if packing.makespan(bin_of) <= packing.makespan(start) else start
+
+
+def _best_change(packing: Packing, bin_of: Ints, loads: Floats, hot: int) -> tuple[float, int, int, int]:
+    """(relative gain, item of bin `hot`, item that it swaps with or -1, the item's new bin)."""
+    items = _every_kth(np.flatnonzero(bin_of == hot))
+    partners, targets = _partners(bin_of, loads, hot)
+    if not len(items) or not len(targets):
+        return (0.0, -1, -1, -1)
+    is_swap = partners >= 0
+    hot_class, target_class = packing.bin_class[hot], packing.bin_class[targets]
+    arriving = packing.loads[:, partners, hot_class] * is_swap
+    leaving = packing.loads[:, partners, target_class] * is_swap
+    new_hot = (
+        loads[:, hot, None, None] - packing.loads[:, items, hot_class][:, :, None] + arriving[:, None, :]
+    )
+    new_target = (loads[:, targets] - leaving)[:, None, :] + packing.loads[:, items][:, :, target_class]
+
+    # First order in the p-norms: each dimension's sum of powers times the slope of its root.
+    height = loads.max(axis=1)
+    scale = np.where(height > 0, height, 1.0)[:, None]
+    powers = _power(loads / scale)
+    total = np.maximum(powers.sum(axis=1), 1.0)  # the highest bin alone is 1, unless all are empty
+    slope = height * total ** (1 / (1 << NORM_DOUBLINGS) - 1) / (1 << NORM_DOUBLINGS)
+    change = _power(new_hot / scale[:, :, None]) + _power(new_target / scale[:, :, None])
+    change -= (powers[:, [hot]] + powers[:, targets])[:, None, :]
+    change_s = np.tensordot(slope, change, axes=1)
+    change_s[~_fits(packing, bin_of, items, partners, targets, hot)] = np.inf
+    row, column = np.unravel_index(int(change_s.argmin()), change_s.shape)
+    gain = -float(change_s[row, column]) / float(height.sum())
+    return gain, int(items[row]), int(partners[column]), int(targets[column])
+
+
+def _partners(bin_of: Ints, loads: Floats, hot: int) -> tuple[Ints, Ints]:
+    """What an item of bin `hot` may trade with: nothing (-1) in any other bin, or an item of a low bin."""
+    order = np.argsort(loads.sum(axis=0), kind="stable")
+    order = order[order != hot]
+    low = np.zeros(loads.shape[1], dtype=bool)
+    low[order[:MAX_PARTNER_BINS]] = True
+    swaps = _every_kth(np.flatnonzero(low[bin_of]))
+    return np.concatenate([np.full(len(order), -1), swaps]), np.concatenate([order, bin_of[swaps]])
+
+
+def _every_kth(items: Ints) -> Ints:
+    return items[:: -(-len(items) // MAX_PARTNERS) or 1]
+
+
+def _fits(
+    packing: Packing, bin_of: Ints, items: Ints, partners: Ints, targets: Ints, hot: int
+) -> NDArray[np.bool_]:
+    """Whether both bins stay within capacity and allow their new items, bool [items, partners]."""
+    used = np.bincount(bin_of, weights=packing.tokens, minlength=len(packing.bin_class)).astype(np.int64)
+    free = packing.capacity_tokens - used
+    is_swap = partners >= 0
+    grows = packing.tokens[items][:, None] - (packing.tokens[partners] * is_swap)[None, :]
+    fits = (grows <= free[targets][None, :]) & (-grows <= free[hot])
+    if packing.allowed is not None:
+        fits &= packing.allowed[items][:, packing.bin_class[targets]]
+        fits &= (packing.allowed[partners, packing.bin_class[hot]] | ~is_swap)[None, :]
+    return np.asarray(fits)
+
+
+def _power(x: Floats) -> Floats:
+    for _ in range(NORM_DOUBLINGS):
+        x = x * x
+    return x
+
+
+def split_parts(
+    tokens: Ints, work: Floats, num_parts: int, capacity_tokens: int, *, longest_together: bool
+) -> Ints | None:
+    """Part of every item, int64 [items], with level tokens and at most `capacity_tokens` in each part.
+
+    `longest_together` fills part after part with the longest items left; otherwise every part gets its share
+    of work. None where the items do not fit this way.
+    """
+    if not longest_together:
+        loads = np.stack([tokens / tokens.sum(), work / work.sum()])[:, :, None]
+        return pack_longest_first(
+            Packing(
+                loads=loads,
+                base=np.zeros((2, 1)),
+                bin_class=np.zeros(num_parts, dtype=np.int64),
+                tokens=tokens,
+                capacity_tokens=np.full(num_parts, capacity_tokens),
+            )
+        )
+    level = min(capacity_tokens, -(-int(tokens.sum()) // num_parts))
+    used, part_of = [0] * num_parts, np.full(len(tokens), -1, dtype=np.int64)
+    for item in np.argsort(-tokens, kind="stable").tolist():
+        need = int(tokens[item])
+        part = next((p for p in range(num_parts) if used[p] + need <= level), None)
+        if part is None:
+            part = min(range(num_parts), key=used.__getitem__)
+        if used[part] + need > capacity_tokens:
+            return None
+        used[part] += need
+        part_of[item] = part
+    return part_of

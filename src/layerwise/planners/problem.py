@@ -1,0 +1,125 @@
+"""The question that every strategy answers, and the blocks of ranks that answers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from pydantic import Field
+
+from layerwise.cost import CostModel
+from layerwise.errors import DataError, InfeasibleError, SpecError
+from layerwise.plan import Ints
+from layerwise.spec import ClusterSpec, Record
+from layerwise.traffic import Block
+
+
+class GroupOptions(Record):
+    """Options of the strategies that choose the width of their groups.
+
+    max_sp_degree: the widest group allowed; None allows all ranks.
+    """
+
+    max_sp_degree: int | None = Field(default=None, ge=1)
+
+    def check(self, cluster: ClusterSpec) -> None:
+        """Raise SpecError unless the cluster can form groups of max_sp_degree ranks."""
+        legal = degree_ladder(cluster)
+        if self.max_sp_degree is not None and self.max_sp_degree not in legal:
+            raise SpecError(
+                f"max_sp_degree={self.max_sp_degree}: groups are powers of two inside a node of "
+                f"{cluster.ranks_per_node} ranks, or whole nodes; legal on {cluster.num_ranks} ranks: {legal}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepProblem:
+    """Sample lengths in tokens (int64 [samples]), the cost model, and a rank's tokens per micro-batch."""
+
+    lengths: Ints
+    cost: CostModel
+    max_tokens_per_rank: int
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The cluster planned for."""
+        return self.cost.cluster
+
+    @cached_property
+    def work_s(self) -> np.ndarray:
+        """Seconds of each sample on one rank, all layers, no communication: float64 [samples]."""
+        seconds = self.cost.head_token_s * self.lengths
+        for layer in self.cost.layers:
+            pairs = layer.spec.pairs(self.lengths * 0, self.lengths) * layer.spec.num_heads
+            seconds = seconds + layer.num_layers * (layer.token_s * self.lengths + layer.pair_s * pairs)
+        return np.asarray(seconds)
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Micro-batches that the tokens of the step need at least."""
+        return -(-int(self.lengths.sum()) // (self.cluster.num_ranks * self.max_tokens_per_rank))
+
+    def check_fits(self, largest_group: int, change: str) -> None:
+        """Raise InfeasibleError where a sample exceeds `largest_group` ranks; `change` names the way out."""
+        longest = int(self.lengths.argmax())
+        length, limit = int(self.lengths[longest]), largest_group * self.max_tokens_per_rank
+        if length > limit:
+            raise InfeasibleError(
+                f"sample {longest} has {length} tokens, but the largest group has {largest_group} ranks x "
+                f"max_tokens_per_rank={self.max_tokens_per_rank} = {limit} tokens; raise max_tokens_per_rank "
+                f"to at least {-(-length // largest_group)}, {change}, or shorten the sample"
+            )
+
+
+def check_lengths(lengths: Sequence[int] | Ints) -> Ints:
+    """The lengths as int64 [samples]. Raises DataError for no samples, empty ones and fractions."""
+    array = np.asarray(lengths)
+    if array.ndim != 1 or array.size == 0:
+        raise DataError(
+            f"a step needs at least one sample length, got {array.size} in {array.ndim} dimension(s)"
+        )
+    if array.dtype.kind not in "iu":
+        raise DataError(
+            f"sample lengths are whole numbers of tokens, got {array.dtype} (first: {array.flat[0]})"
+        )
+    if array.min() < 1:
+        raise DataError(
+            f"sample {int(array.argmin())} has {int(array.min())} tokens; every sample needs at least 1"
+        )
+    return array.astype(np.int64)
+
+
+def degree_ladder(cluster: ClusterSpec) -> list[int]:
+    """Sizes of groups, ascending: powers of two inside a node, the node, powers of two of them, all ranks."""
+    sizes = []
+    size = 1
+    while size < cluster.ranks_per_node:
+        sizes.append(size)
+        size *= 2
+    size = cluster.ranks_per_node
+    while size < cluster.num_ranks:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, cluster.num_ranks]
+
+
+def aligned_block(rank: int, degree: int, cluster: ClusterSpec) -> Block:
+    """The block of `degree` ranks that holds `rank`; shorter where a node or the cluster ends first."""
+    node = rank // cluster.ranks_per_node * cluster.ranks_per_node
+    base, end = (
+        (node, node + cluster.ranks_per_node) if degree < cluster.ranks_per_node else (0, cluster.num_ranks)
+    )
+    lo = base + (rank - base) // degree * degree
+    return Block(lo, min(lo + degree, end))
+
+
+def tile_cluster(degrees: Iterator[int], cluster: ClusterSpec) -> tuple[Block, ...]:
+    """Disjoint blocks that cover all ranks: the given degrees in descending order, then single ranks."""
+    blocks, cursor = [], 0
+    while cursor < cluster.num_ranks:
+        block = aligned_block(cursor, next(degrees, 1), cluster)
+        blocks.append(block)
+        cursor = block.hi
+    return tuple(blocks)

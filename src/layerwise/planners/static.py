@@ -1,0 +1,82 @@
+"""static: every sample on a group of sp_degree ranks, the same for all layers (what most trainers do)."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from layerwise.errors import SpecError
+from layerwise.plan import MicrobatchPlan, Parent
+from layerwise.planners.estimate import GroupClass, group_base, group_loads
+from layerwise.planners.layout import lay_out
+from layerwise.planners.packing import Packing, pack_longest_first, refine, split_parts
+from layerwise.planners.problem import StepProblem
+from layerwise.spec import ClusterSpec, Record
+
+
+class StaticOptions(Record):
+    """sp_degree: ranks that share each sample; None means the ranks of one node."""
+
+    sp_degree: int | None = Field(default=None, ge=1)
+
+    def check(self, cluster: ClusterSpec) -> None:
+        """Raise SpecError unless groups of sp_degree ranks fill the cluster and align with its nodes."""
+        node = cluster.ranks_per_node
+        divisors = [k for k in range(1, cluster.num_ranks + 1) if cluster.num_ranks % k == 0]
+        legal = [k for k in divisors if node % k == 0 or k % node == 0]
+        if self.sp_degree is not None and self.sp_degree not in legal:
+            raise SpecError(
+                f"sp_degree={self.sp_degree} must divide the {cluster.num_ranks} ranks, and divide or be a "
+                f"multiple of ranks_per_node={node}; legal values: {legal}"
+            )
+
+
+def plan_static(problem: StepProblem, options: StaticOptions) -> tuple[MicrobatchPlan, ...]:
+    """Samples balanced over equal groups by predicted seconds, in as few micro-batches as fit the budget."""
+    degree = options.sp_degree or problem.cluster.ranks_per_node
+    problem.check_fits(degree, "raise sp_degree")
+    for num_microbatches in range(problem.fewest_microbatches, len(problem.lengths) + 1):
+        plans = [_try_split(problem, degree, num_microbatches, together) for together in (False, True)]
+        found = [plan for plan in plans if plan is not None]
+        if found:
+            return min(found, key=lambda plan: sum(problem.cost.predict_microbatch(m).seconds for m in plan))
+    raise AssertionError("one sample per micro-batch always fits")
+
+
+def _try_split(
+    problem: StepProblem, degree: int, num_microbatches: int, longest_together: bool
+) -> tuple[MicrobatchPlan, ...] | None:
+    capacity = problem.cluster.num_ranks * problem.max_tokens_per_rank
+    part_of = split_parts(
+        problem.lengths, problem.work_s, num_microbatches, capacity, longest_together=longest_together
+    )
+    if part_of is None:
+        return None
+    microbatches = []
+    for part in range(num_microbatches):
+        samples = np.flatnonzero(part_of == part)
+        groups = _pack_groups(problem, samples, degree) if len(samples) else None
+        if groups is None:
+            return None
+        microbatches.append(lay_out(problem.lengths, problem.cost.attention, groups))
+    return tuple(microbatches)
+
+
+def _pack_groups(problem: StepProblem, samples: np.ndarray, degree: int) -> list[Parent] | None:
+    num_groups = problem.cluster.num_ranks // degree
+    classes = [GroupClass(degree)]
+    packing = Packing(
+        loads=group_loads(problem.cost, problem.lengths[samples], classes),
+        base=group_base(problem.cost, classes),
+        bin_class=np.zeros(num_groups, dtype=np.int64),
+        tokens=problem.lengths[samples],
+        capacity_tokens=np.full(num_groups, degree * problem.max_tokens_per_rank),
+    )
+    bin_of = pack_longest_first(packing)
+    if bin_of is None:
+        return None
+    bin_of = refine(packing, bin_of)
+    return [
+        Parent(first_rank=group * degree, sp_degree=degree, samples=tuple(samples[bin_of == group].tolist()))
+        for group in range(num_groups)
+    ]

@@ -1,0 +1,286 @@
+"""One HTML file that tells what a few runs did: table, pictures, settings; no network, no scripts."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layerwise.errors import DataError
+from layerwise.plan import StepPlan
+from layerwise.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
+from layerwise.rows import Runs, balance, by_degree, column, format_bytes, format_seconds, kind_label, mean_of
+from layerwise.spec import FULL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEP_FIELDS = frozenset(
+    {"step", "loss", "num_tokens", "step_s", "plan_s", "predicted_s", "microbatches", "exchange", "parents"}
+    | {"children", "fallbacks", "tokens_per_rank_max", "tokens_per_rank_mean"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What one strategy's run left: `rows` as in metrics.jsonl, one per step, and what divides them.
+
+    `num_layers` counts the layers of each kind. Raises DataError where steps or fields are missing.
+    """
+
+    strategy: str
+    rows: Sequence[Mapping[str, Any]]
+    num_ranks: int
+    num_layers: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise DataError(f"strategy {self.strategy!r}: the run has no steps to report")
+        for row in self.rows:
+            missing = sorted(STEP_FIELDS - set(row))
+            if missing:
+                raise DataError(
+                    f"strategy {self.strategy!r}: a metrics row lacks {missing}; it has {sorted(row)}"
+                )
+
+
+def strategy_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """The summary table, one row per strategy, ready to print; every row has the same keys, the headings.
+
+    Times, rates and balance are medians over steps, bytes and calls means, groups sums over the run.
+    """
+    return [_strategy_row(run, _kinds(runs)) for run in runs]
+
+
+def headline(runs: Sequence[RunRecord]) -> str:
+    """What the first and the last run show, in one sentence."""
+    first, last = runs[0], runs[-1]
+    sparse = [kind for kind in _kinds(runs) if kind != FULL]
+    subject = "Sparse layers" if sparse else "Attention layers"
+    moved = [format_bytes(_slow_bytes(run, sparse or _kinds(runs))) for run in (first, last)]
+    if len(runs) == 1:
+        change = (
+            f"from {first.rows[0]['loss']:.4f} to {first.rows[-1]['loss']:.4f} in {len(first.rows)} steps"
+        )
+        return (
+            f"{subject} moved {moved[0]} over the slow link per step with {first.strategy}; "
+            f"the loss went {change}."
+        )
+    return (
+        f"{subject} moved {moved[0]} over the slow link per step with {first.strategy} and {moved[1]} with "
+        f"{last.strategy}; {_agreement(first, last)}."
+    )
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    runs: Sequence[RunRecord],
+    plans: tuple[StepPlan, StepPlan] | None = None,
+    config_text: str,
+) -> None:
+    """Write the report; `plans` are one step planned without and with repacking, `config_text` the settings.
+
+    The file is replaced as a whole or not at all. Raises UnsupportedError without matplotlib.
+    """
+    by_strategy: Runs = {run.strategy: run.rows for run in runs}
+    if len(by_strategy) < len(runs):
+        raise DataError(f"strategies must differ to be compared; got {[run.strategy for run in runs]}")
+    figures = [] if plans is None else [_figure("repacking", plot_repacking(*plans), _REPACKING_CAPTION)]
+    figures += [
+        _figure("bytes", plot_link_bytes(by_strategy), _BYTES_CAPTION),
+        _figure("loss", plot_losses(by_strategy), _LOSS_CAPTION),
+        _figure("balance", plot_balance(by_strategy), _BALANCE_CAPTION),
+    ]
+    page = _PAGE.format(
+        title=html.escape(title),
+        style=_STYLE,
+        headline=html.escape(headline(runs)),
+        table=_table(strategy_rows(runs)),
+        figures="\n".join(figures),
+        config=html.escape(config_text),
+    )
+    _replace(Path(path), page)
+
+
+def _strategy_row(run: RunRecord, kinds: list[str]) -> dict[str, str]:
+    rows = run.rows
+    row = {
+        "strategy": run.strategy,
+        "steps": str(len(rows)),
+        "loss, first step": f"{rows[0]['loss']:.6f}",
+        "loss, last step": f"{rows[-1]['loss']:.6f}",
+        "tokens/s on this machine": f"{np.median(column(rows, 'num_tokens') / column(rows, 'step_s')):,.0f}",
+        "step time on this machine": _median_time(run, "step_s"),
+        "step time predicted for the cluster": _median_time(run, "predicted_s"),
+        "planning time": _median_time(run, "plan_s"),
+        "tokens per rank, max/mean": f"{np.median(balance(rows)):.3f}",
+    }
+    for link in ("slow", "fast"):
+        for kind in kinds:
+            row[f"{link} link per step, {kind_label(kind)}"] = format_bytes(
+                mean_of(rows, "exchange", kind, f"{link}_bytes")
+            )
+    for kind in kinds:
+        row[f"all-to-all calls per layer, {kind_label(kind)}"] = f"{_calls_per_layer(run, kind):.2f}"
+    row["parents formed"] = _groups(by_degree(rows, "parents"))
+    row["children formed"] = _groups(by_degree(rows, "children"))
+    row["parents left wide"] = f"{sum(r['fallbacks'] for r in rows):,}"
+    return row
+
+
+def _kinds(runs: Sequence[RunRecord]) -> list[str]:
+    return list(dict.fromkeys(kind for run in runs for row in run.rows for kind in row["exchange"]))
+
+
+def _slow_bytes(run: RunRecord, kinds: list[str]) -> float:
+    return sum(mean_of(run.rows, "exchange", kind, "slow_bytes") for kind in kinds)
+
+
+def _median_time(run: RunRecord, key: str) -> str:
+    return format_seconds(float(np.median(column(run.rows, key))))
+
+
+def _calls_per_layer(run: RunRecord, kind: str) -> float:
+    """Per micro-batch and rank: 4 where every rank takes part (two forward, two backward)."""
+    layers = run.num_layers[kind] * run.num_ranks
+    calls = mean_of(run.rows, "exchange", kind, "calls")
+    return calls / (layers * mean_of(run.rows, "microbatches"))
+
+
+def _groups(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"{count:,} x SP{degree}" for degree, count in counts.items()) or "none"
+
+
+def _agreement(first: RunRecord, last: RunRecord) -> str:
+    losses = {row["step"]: row["loss"] for row in first.rows}
+    gaps = [abs(row["loss"] - losses[row["step"]]) for row in last.rows if row["step"] in losses]
+    if not gaps:
+        return "they have no step in common"
+    if max(gaps) == 0:
+        return f"the losses of {len(gaps)} steps are exactly equal"
+    return f"the losses of {len(gaps)} steps differ by at most {max(gaps):.1e}"
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    """Strategies are the columns: a few of them, and many numbers."""
+    lines = []
+    for index, heading in enumerate(rows[0]):
+        tag = "td" if index else "th"
+        cells = "".join(f"<{tag}>{html.escape(row[heading])}</{tag}>" for row in rows)
+        lines.append(f"<tr><th scope='row'>{html.escape(heading)}</th>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _figure(name: str, figure: Figure, caption: str) -> str:
+    text = html.escape(caption)
+    return f"<figure>{_svg(name, figure)}<figcaption>{text}</figcaption></figure>"
+
+
+def _svg(name: str, figure: Figure) -> str:
+    """The figure as an inline <svg> whose ids start with `name`, so that pictures on one page do not mix."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
+        figure.savefig(
+            buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None}
+        )
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside the file, then swap: a reader sees the old report or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+_REPACKING_CAPTION = (
+    "One step, one bar per rank, one segment per sample: orange samples lie on several nodes, blue ones "
+    "inside one, and bars of equal height mean that every rank holds equally many tokens."
+)
+_BYTES_CAPTION = (
+    "What the all-to-alls of one step put on each link, forward and backward, summed over ranks: layers "
+    "whose samples stay inside a node leave the slow link alone."
+)
+_LOSS_CAPTION = (
+    "The loss of the same steps under each strategy, on top of one another, and how far apart they are: a "
+    "layout changes where the work is done, not what is learned."
+)
+_BALANCE_CAPTION = (
+    "Every layer waits for the rank with the most tokens: 1.0 means that no rank waits, 1.2 that the "
+    "fullest holds a fifth more than the mean."
+)
+
+_STYLE = """
+:root { color-scheme: light dark;
+  --ink: #1c2733; --muted: #5f6c7b; --line: #e3e8ee; --page: #f6f8fa; --card: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6ebf0; --muted: #9aa7b4; --line: #2d3742; --page: #12181f; --card: #1a222b; }
+}
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 1040px; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .5rem; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .75rem; }
+.lead { font-size: 1.15rem; margin: 0 0 1.5rem; max-width: 48rem; }
+.note, figcaption { color: var(--muted); font-size: .9rem; }
+.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .93rem; }
+th, td { padding: .42rem 1rem; text-align: right; white-space: nowrap; }
+th[scope=row] { text-align: left; font-weight: 400; color: var(--muted); }
+tr + tr > * { border-top: 1px solid var(--line); }
+figure { margin: 0 0 1.5rem; }
+figure svg { display: block; box-sizing: border-box; width: 100%; height: auto; padding: 1rem;
+  background: #fff; border: 1px solid var(--line); border-radius: 10px; }
+figcaption { margin-top: .5rem; max-width: 48rem; }
+pre { overflow-x: auto; padding: 1rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: 10px; font-size: .82rem; }
+summary { cursor: pointer; }
+"""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+<p class="lead">{headline}</p>
+<div class="scroll">{table}</div>
+<p class="note">
+Times, rates and balance are medians over steps; bytes are means per step, summed over ranks; calls are
+means per layer, micro-batch and rank, forward and backward; groups are counted over the whole run. The
+predicted step time is the cost model's, for the cluster in the settings below, and does not describe this
+machine.</p>
+<h2>Pictures</h2>
+{figures}
+<h2>Settings</h2>
+<details open><summary class="note">every option, with defaults filled in</summary>
+<pre>{config}</pre></details>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,168 @@
+"""Starting ranks: join what torchrun started, or fork local ranks from one warmed process.
+
+Forking has 16 gloo ranks up in well under a second, where starting 16 interpreters takes half a minute. The parent never
+computes, so no thread pool is inherited. It watches its children: the first that ends badly ends the others, and the
+parent raises one RankFailedError that says which rank and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from layerwise.errors import LayerwiseError, RankFailedError, SpecError
+from layerwise.groups import ProcessWorld, World, solo_world
+
+RankMain = Callable[[World, torch.device], None]
+PR_SET_PDEATHSIG = 1  # prctl(2): the child gets a signal when its parent dies
+
+
+def under_torchrun() -> bool:
+    """True where torchrun, or anything that sets the same variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this rank for "auto", "cpu" or "cuda". Raises SpecError where CUDA is asked for and missing."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SpecError("device=cuda, but torch sees no CUDA device; use device=cpu or device=auto")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def launch(main: RankMain, *, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
+    """Run main(world, device) on every rank and return when all are done.
+
+    Raises SpecError where torchrun's world is not num_ranks, RankFailedError where a rank fails or dies.
+    """
+    if under_torchrun():
+        _join(main, num_ranks, ranks_per_node, device, timeout_s)
+    elif num_ranks == 1:
+        main(solo_world(), pick_device(device))
+    else:
+        _fork(main, num_ranks, ranks_per_node, timeout_s)
+
+
+def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != num_ranks:
+        raise SpecError(
+            f"torchrun started {world_size} ranks, the cluster spec has {num_ranks}: start {num_ranks}, or set "
+            "cluster.num_nodes and cluster.ranks_per_node to what runs"
+        )
+    torch_device = pick_device(device)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+    backend = "nccl" if torch_device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        main(ProcessWorld(ranks_per_node, torch_device), torch_device)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, timeout_s: float) -> None:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
+        ranks: dict[int, _Child] = {}
+        try:
+            for rank in range(num_ranks):
+                ranks[rank] = _Child(context, main, rank, num_ranks, ranks_per_node, timeout_s, Path(folder) / "store")
+            _watch(ranks)
+        finally:
+            for child in ranks.values():
+                child.process.kill()
+                child.process.join()
+
+
+class _Child:
+    """A forked rank and the pipe on which it says why it failed."""
+
+    def __init__(
+        self, context: multiprocessing.context.ForkContext, main: RankMain, rank: int, num_ranks: int, ranks_per_node: int, timeout_s: float, store: Path
+    ) -> None:
+        self.said, end = context.Pipe(duplex=False)
+        args = (main, rank, num_ranks, ranks_per_node, timeout_s, store, end, os.getpid())
+        self.process = context.Process(target=_child_main, args=args, name=f"rank-{rank}")
+        self.process.start()
+        end.close()
+
+    def failure(self) -> tuple[bool, str] | None:
+        """(was the rank's own fault, message), or None for a rank that ended well or still runs."""
+        if self.said.poll():
+            try:
+                own_fault, message = self.said.recv()
+                return own_fault, message
+            except EOFError:
+                pass
+        code = self.process.exitcode
+        if code is None or code == 0:
+            return None
+        return True, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+
+def _watch(ranks: dict[int, _Child]) -> None:
+    """Wait for all children; on the first failure give the others a moment to say theirs, and raise the likeliest cause."""
+    running = dict(ranks)
+    while running:
+        ended = wait([child.process.sentinel for child in running.values()])
+        done = [rank for rank, child in running.items() if child.process.sentinel in ended]
+        for rank in done:
+            running.pop(rank).process.join()
+        if any(ranks[rank].process.exitcode for rank in done):
+            wait([child.process.sentinel for child in running.values()], timeout=1.0)
+            raise RankFailedError(_explain(ranks))
+
+
+def _explain(ranks: dict[int, _Child]) -> str:
+    failures = [(rank, child.failure()) for rank, child in ranks.items()]
+    found = [(rank, *failure) for rank, failure in failures if failure is not None]
+    # A rank that lost its peer is a consequence; name the cause.
+    rank, _, message = min(found, key=lambda item: (not item[1], item[0]))
+    same = sum(other == message for _, _, other in found)
+    where = f"rank {rank}" if same == 1 else f"rank {rank} and {same - 1} more"
+    return f"{where}: {message}" + ("" if len(ranks) == 1 else "\nThe other ranks were stopped.")
+
+
+def _child_main(
+    main: RankMain, rank: int, num_ranks: int, ranks_per_node: int, timeout_s: float, store: Path, said: Connection, parent_pid: int
+) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    status = 1
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        )
+        main(ProcessWorld(ranks_per_node), torch.device("cpu"))
+        dist.barrier()
+        dist.destroy_process_group()
+        status = 0
+    except LayerwiseError as error:
+        said.send((True, f"{type(error).__name__}: {error}"))
+    except Exception as error:
+        lost_peer = isinstance(error, (dist.DistError, RuntimeError)) and "gloo" in str(error).lower()
+        text = "".join(traceback.format_exception(error)) if not lost_peer else f"lost a peer: {error}"
+        said.send((not lost_peer, text.strip()))
+    finally:
+        said.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

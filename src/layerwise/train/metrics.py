@@ -1,0 +1,83 @@
+"""What a run records: one JSON object per step, documented in docs/metrics.md, and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerwise.data.loader import Step
+from layerwise.exchange import Count
+from layerwise.groups import World
+from layerwise.plan import StepPlan
+
+
+def sum_over_ranks(step: Step, losses: dict[str, torch.Tensor], kinds: tuple[str, ...], world: World) -> tuple[dict[str, float], dict[str, Any]]:
+    """(losses, exchange counts by layer kind), each the sum of what every rank holds, in one small all-reduce."""
+    device = next(iter(losses.values())).device
+    counts = [step.meter.counts.get(kind, Count()) for kind in kinds]
+    numbers = [n for c in counts for n in (c.calls, c.fast_bytes, c.slow_bytes)]
+    # float64 holds counts up to 2**53 exactly.
+    table = torch.cat([torch.stack([v.detach().double() for v in losses.values()]), torch.tensor(numbers, dtype=torch.float64, device=device)])
+    world.all_reduce(table)
+    values = table.tolist()
+    totals = [int(n) for n in values[len(losses) :]]
+    exchange = {
+        kind: dict(zip(("calls", "fast_bytes", "slow_bytes"), totals[3 * i : 3 * i + 3], strict=True)) for i, kind in enumerate(kinds)
+    }
+    return dict(zip(losses, values, strict=False)), exchange
+
+
+def plan_numbers(plan: StepPlan) -> dict[str, Any]:
+    """Token balance and groups of a plan. Balance is of the fullest rank of each micro-batch, summed over micro-batches."""
+    tokens = [m.tokens_per_rank(plan.num_ranks) for m in plan.microbatches]
+    return {
+        "microbatches": len(plan.microbatches),
+        "tokens_per_rank_max": int(sum(t.max() for t in tokens)),
+        "tokens_per_rank_mean": float(sum(t.mean() for t in tokens)),
+        "parents": _by_degree([p.sp_degree for m in plan.microbatches for p in m.parents]),
+        "children": _by_degree([size for m in plan.microbatches for size in _children(m)]),
+        "fallbacks": plan.notes.get("fallbacks", 0),
+    }
+
+
+def _children(microbatch: Any) -> list[int]:
+    """SP degrees of the distinct sets of ranks that hold samples."""
+    ranks: dict[int, list[int]] = {}
+    for shard in microbatch.shards:
+        ranks.setdefault(shard.sample, []).append(shard.rank)
+    return [len(group) for group in {tuple(sorted(r)) for r in ranks.values()}]
+
+
+def _by_degree(degrees: list[int]) -> dict[str, int]:
+    return {str(degree): count for degree, count in sorted(Counter(degrees).items())}
+
+
+class Recorder:
+    """Writes metrics.jsonl (flushed per step) and TensorBoard events into a folder; used by rank 0 only."""
+
+    def __init__(self, folder: Path) -> None:
+        # Imported here: it costs seconds and only one rank writes.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._file = (folder / "metrics.jsonl").open("w")
+        self._events = SummaryWriter(folder / "tensorboard")  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Finish both files."""
+        self._file.close()
+        self._events.close()  # type: ignore[no-untyped-call]
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one step."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for key, value in row.items():
+            if isinstance(value, (int, float)) and key != "step":
+                self._events.add_scalar(key, value, row["step"])  # type: ignore[no-untyped-call]
+        for kind, counts in row["exchange"].items():
+            for key, value in counts.items():
+                self._events.add_scalar(f"exchange/{kind}/{key}", value, row["step"])  # type: ignore[no-untyped-call]

@@ -1,0 +1,100 @@
+"""One training run in one folder: resolved config, metrics, TensorBoard events, and the ranks that make them."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from layerwise.data.corpus import CorpusReport
+from layerwise.errors import SpecError
+from layerwise.groups import World
+from layerwise.planners import STRATEGIES
+from layerwise.train.config import TrainConfig
+from layerwise.train.launch import launch
+from layerwise.train.loop import build_planner, train
+from layerwise.train.metrics import Recorder
+
+METRICS_FILE, CONFIG_FILE, REPORT_FILE = "metrics.jsonl", "config.yaml", "report.html"
+
+
+def is_writer() -> bool:
+    """True in the process that owns the output folder: rank 0, or the one that will fork the ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def prepare_folder(out: Path, *, overwrite: bool) -> None:
+    """Make the output folder. Raises SpecError where it already holds a run, unless `overwrite`."""
+    if (out / METRICS_FILE).exists() and not overwrite:
+        raise SpecError(f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def run_training(config: TrainConfig, out: Path) -> None:
+    """Train `config` with its results in `out`; under torchrun every rank calls this.
+
+    Raises LayerwiseError; what the folder holds then is a readable beginning of a run.
+    """
+    build_planner(config)  # a wrong strategy ends here, before any rank starts
+    if is_writer():
+        (out / CONFIG_FILE).write_text(config.to_yaml())
+
+    def rank_main(world: World, device: torch.device) -> None:
+        with _WriterRank(config, out) if world.rank == 0 else _QuietRank() as watcher:
+            train(config, world, device, watcher)
+
+    launch(
+        rank_main,
+        num_ranks=config.cluster.num_ranks,
+        ranks_per_node=config.cluster.ranks_per_node,
+        device=config.device,
+        timeout_s=config.timeout_s,
+    )
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The rows that a run wrote."""
+    return [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
+
+
+class _QuietRank(AbstractContextManager["_QuietRank"]):
+    def corpus(self, report: CorpusReport) -> None: ...
+
+    def step(self, row: dict[str, Any]) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _WriterRank(AbstractContextManager["_WriterRank"]):
+    """Rank 0: metrics to the folder, progress to the terminal."""
+
+    def __init__(self, config: TrainConfig, out: Path) -> None:
+        self._recorder = Recorder(out)
+        self._progress = Progress(
+            TextColumn(f"{{task.description:<{max(map(len, STRATEGIES))}}}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[info]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task(config.strategy, total=config.num_steps, info="starting")
+        self._progress.start()
+
+    def corpus(self, report: CorpusReport) -> None:
+        self._progress.console.print(f"data: {report}", highlight=False)
+
+    def step(self, row: dict[str, Any]) -> None:
+        self._recorder.write(row)
+        info = f"loss {row['loss']:.4f}  {row['num_tokens'] / row['step_s']:,.0f} tokens/s"
+        self._progress.update(self._task, advance=1, info=info)
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+        self._recorder.close()

@@ -1,0 +1,99 @@
+"""The planned loader: shards cut right, labels shifted before the cut, and bad samples named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerwise import ClusterSpec, LocalWorld, PlannedLoader, Planner, solo_world
+from layerwise.data.corpus import Sample
+from layerwise.errors import DataError, InfeasibleError
+from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
+from layerwise.spec import AttentionSpec
+from tests.runtime.test_strategies import tiny_model
+
+SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=4, v_head_dim=4)
+
+
+def halves(lengths: list[int]) -> StepPlan:
+    """Every sample on two ranks."""
+    shards = [s for i, n in enumerate(lengths) for s in (Shard(i, 0, 0, -(-n // 2)), Shard(i, 1, -(-n // 2), n)) if s.hi > s.lo]
+    tiles = {"full_attention": tile_table([Tile(i, 0, 0, n, 0, 0, 1) for i, n in enumerate(lengths)])}
+    return StepPlan(
+        strategy="halves",
+        num_ranks=2,
+        ranks_per_node=2,
+        max_tokens_per_rank=100,
+        lengths=tuple(lengths),
+        attention={"full_attention": SPEC},
+        microbatches=(MicrobatchPlan(shards=shard_table(shards), tiles=tiles),),
+    )
+
+
+def load(dataset: object, **options: object) -> list[list]:
+    return LocalWorld(2, 2).run(lambda world: list(PlannedLoader(dataset=dataset, planner=halves, world=world, **options)))
+
+
+def test_labels_are_shifted_before_the_cut() -> None:
+    dataset = [[10, 11, 12, 13, 14], [20], [30, 31]]
+    (first,), (second,) = load(dataset, steps=[[0, 1, 2]])
+    a, b = first.microbatches[0], second.microbatches[0]
+    assert a.input_ids.tolist() == [10, 11, 12, 20, 30]
+    assert a.shift_labels.tolist() == [11, 12, 13, -100, 31]
+    assert a.position_ids.tolist() == [0, 1, 2, 0, 0]
+    assert b.input_ids.tolist() == [13, 14, 31]
+    assert b.shift_labels.tolist() == [14, -100, -100]
+    assert b.position_ids.tolist() == [3, 4, 1]
+    assert first.num_valid_tokens == second.num_valid_tokens == 5
+
+
+def test_given_labels_and_records() -> None:
+    dataset = [{"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}, Sample(name="x", input_ids=np.array([4, 5]))]
+    (step,), _ = load(dataset, steps=[[0, 1]])
+    assert step.num_valid_tokens == 2
+    assert step.microbatches[0].shift_labels.tolist() == [2, -100, 5]
+
+
+def test_iterable_dataset_is_cut_into_steps() -> None:
+    steps, _ = load(iter([[1] * 4, [2] * 4, [3] * 4, [4] * 9]), tokens_per_step=8)
+    assert [step.sample_ids for step in steps] == [(0, 1), (2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ([], "sample 1: expected a non-empty list"),
+        ([[1, 2]], "sample 1: expected a non-empty list"),
+        ([1, 40], r"sample 1: token 40 is not in \[0, vocab_size=32\)"),
+        ([-1], "sample 1: token -1"),
+        ({"input_ids": [1, 2], "labels": [1]}, "sample 1: 2 input_ids but labels of shape"),
+        ({"input_ids": [1, 2], "labels": [1, 99]}, "sample 1: label 99"),
+        ({"ids": [1]}, "needs 'input_ids'"),
+    ],
+)
+def test_bad_samples_are_named(sample: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load([[1, 2], sample], steps=[[0, 1]], vocab_size=32)
+
+
+def test_sample_over_budget_reaches_the_loop_as_an_error() -> None:
+    planner = Planner(strategy="dynamic", cluster=ClusterSpec(num_nodes=1, ranks_per_node=1), model=tiny_model(8, 2), max_tokens_per_rank=4)
+    with pytest.raises(InfeasibleError, match="5"):
+        list(PlannedLoader(dataset=[[1] * 5], planner=planner, world=solo_world(), steps=[[0]]))
+
+
+def test_leaving_the_loop_early_stops_the_planning_thread() -> None:
+    import threading
+
+    for step in PlannedLoader(
+        dataset=[[1] * 4], planner=Planner(strategy="dynamic", cluster=ClusterSpec(num_nodes=1, ranks_per_node=1), model=tiny_model(8, 2), max_tokens_per_rank=4), world=solo_world(), steps=[[0]] * 50
+    ):
+        assert step.index == 0
+        break
+    assert not [t for t in threading.enumerate() if t.name == "layerwise-planning" and t.is_alive()]
+
+
+@pytest.mark.parametrize("options", [{}, {"steps": [[0]], "tokens_per_step": 4}, {"steps": [[0]], "prefetch": 0}])
+def test_options_that_contradict_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(DataError):
+        PlannedLoader(dataset=[[1]], planner=halves, world=solo_world(), **options)

@@ -1,0 +1,204 @@
+"""static and dynamic: which groups they form, and what they refuse."""
+
+import pytest
+
+from layerwise.cost import predict
+from layerwise.errors import DataError, InfeasibleError, SpecError
+from layerwise.planners import STRATEGIES, Planner, plan_step
+from layerwise.planners.problem import degree_ladder, tile_cluster
+from layerwise.traffic import Block
+from tests.planners.builders import (
+    WIDE_CLUSTER,
+    WIDE_MODEL,
+    WORLDS,
+    long_tailed,
+    make_cluster,
+    make_model,
+    wide_plan,
+)
+
+
+def _degrees(plan: object) -> list[list[int]]:
+    return [sorted(p.sp_degree for p in m.parents) for m in plan.microbatches]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 6, 16])
+def test_uniform_short_samples_stay_on_single_ranks(num_ranks: int) -> None:
+    plan = plan_step(
+        [7] * (3 * num_ranks + 1),
+        cluster=make_cluster(num_ranks),
+        model=make_model(),
+        strategy="dynamic",
+        max_tokens_per_rank=1000,
+    )
+    assert _degrees(plan) == [[1] * num_ranks]
+    tokens = plan.microbatches[0].tokens_per_rank(num_ranks)
+    assert tokens.max() - tokens.min() <= 7  # within one sample
+
+
+def test_fewer_samples_than_ranks_leave_ranks_empty() -> None:
+    plan = plan_step(
+        [5, 3], cluster=make_cluster(16), model=make_model(), strategy="dynamic", max_tokens_per_rank=9
+    )
+    assert _degrees(plan) == [[1, 1]]
+
+
+def test_a_sample_twice_as_long_has_more_attention_than_two_halves() -> None:
+    """[1024, 512, 512] on two nodes of two ranks: the long one gets a node of its own, and nothing wider."""
+    cluster = make_cluster(4, message_latency_s=0.0, peak_flops_per_s=2e9, slow_bytes_per_s=1e3)
+    model = make_model(layer_types=("full_attention",), sliding_window=None)
+    plan = plan_step(
+        [1024, 512, 512], cluster=cluster, model=model, strategy="dynamic", max_tokens_per_rank=1024
+    )
+    (microbatch,) = plan.microbatches
+    ranks = {
+        sample: set(range(p.first_rank, p.first_rank + p.sp_degree))
+        for p in microbatch.parents
+        for sample in p.samples
+    }
+    assert len(ranks[0]) == 2
+    assert not ranks[0] & (ranks[1] | ranks[2])
+    narrow = plan_step(
+        [1024, 512, 512],
+        cluster=cluster,
+        model=model,
+        strategy="static",
+        sp_degree=1,
+        max_tokens_per_rank=1024,
+    )
+    assert predict(plan, cluster, model).seconds < predict(narrow, cluster, model).seconds
+
+
+def test_long_samples_span_nodes_where_attention_dominates() -> None:
+    plan = wide_plan("dynamic", [13000, 600, 500, 400])
+    assert max(_degrees(plan)[0]) == 16
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dynamic_beats_every_static(seed: int) -> None:
+    lengths = [9000, 7000, *long_tailed(seed, 25, cap=2000, log_mean=5.5)]
+    dynamic = predict(wide_plan("dynamic", lengths), WIDE_CLUSTER, WIDE_MODEL).seconds
+    for degree in (4, 8, 16):
+        static = wide_plan("static", lengths, sp_degree=degree)
+        assert dynamic <= predict(static, WIDE_CLUSTER, WIDE_MODEL).seconds
+
+
+def test_more_tokens_than_the_budget_make_more_microbatches() -> None:
+    plan = wide_plan("dynamic", [2000] * 32, budget=2048)
+    assert len(plan.microbatches) == 2
+    assert sorted(s for m in plan.microbatches for s in m.samples.tolist()) == list(range(32))
+
+
+def test_a_step_that_fills_the_budget_exactly() -> None:
+    plan = plan_step(
+        [13] * 4 + [12],
+        cluster=make_cluster(4),
+        model=make_model(),
+        strategy="dynamic",
+        max_tokens_per_rank=16,
+    )
+    assert sum(int(m.tokens_per_rank(4).sum()) for m in plan.microbatches) == 64
+
+
+def test_max_sp_degree_caps_the_groups() -> None:
+    lengths = [13000, 600, 500, 400]
+    assert max(_degrees(wide_plan("dynamic", lengths, max_sp_degree=8))[0]) == 8
+    with pytest.raises(
+        InfeasibleError, match=r"sample 0 has 13000 tokens.*4 ranks x max_tokens_per_rank=2560.*max_sp_degree"
+    ):
+        wide_plan("dynamic", lengths, max_sp_degree=4)
+
+
+def test_static_groups_fill_the_ranks() -> None:
+    plan = wide_plan("static", [100] * 8, sp_degree=4)
+    assert _degrees(plan) == [[4, 4, 4, 4]]
+    assert [p.first_rank for p in plan.microbatches[0].parents] == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ladder"),
+    [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (12, [1, 2, 4, 8, 12]), (64, [1, 2, 4, 8, 16, 32, 64])],
+)
+def test_ladder_of_group_sizes(num_ranks: int, ladder: list[int]) -> None:
+    assert degree_ladder(make_cluster(num_ranks)) == ladder
+
+
+def test_groups_align_with_nodes() -> None:
+    """Three nodes of 4: a group of two nodes, then the third node; blocks never straddle a node's end."""
+    assert tile_cluster(iter([8, 8]), make_cluster(12)) == (Block(0, 8), Block(8, 12))
+    assert tile_cluster(iter([4, 4]), make_cluster(6)) == (Block(0, 4), Block(4, 6))
+    assert tile_cluster(iter([2]), make_cluster(4)) == (Block(0, 2), Block(2, 3), Block(3, 4))
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_blocks_cover_all_ranks_once(num_ranks: int) -> None:
+    cluster = make_cluster(num_ranks)
+    for degree in degree_ladder(cluster):
+        blocks = tile_cluster(iter([degree] * num_ranks), cluster)
+        assert [rank for block in blocks for rank in range(block.lo, block.hi)] == list(range(num_ranks))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "at least one sample length"),
+        ([5, 0, 3], "sample 1 has 0 tokens"),
+        ([5, -2], "sample 1 has -2 tokens"),
+        ([5.5], "whole numbers"),
+    ],
+)
+def test_bad_lengths(strategy: str, lengths: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        wide_plan(strategy, lengths)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sample_that_fits_nowhere(strategy: str) -> None:
+    with pytest.raises(
+        InfeasibleError,
+        match=r"sample 2 has 99999 tokens.*max_tokens_per_rank=2560.*raise max_tokens_per_rank to at least",
+    ):
+        wide_plan(strategy, [10, 20, 99999])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "quick"}, "strategy='quick' is unknown; legal values: static, dynamic, repack"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0"),
+        (
+            {"options": {"sp_degree": 3}, "strategy": "static"},
+            r"sp_degree=3 must divide the 16 ranks.*legal values: \[1, 2, 4, 8, 16\]",
+        ),
+        ({"options": {"sp_degree": 4}}, "unknown option 'sp_degree'; legal here: max_sp_degree"),
+        ({"options": {"max_sp_degree": 3}}, r"max_sp_degree=3.*\[1, 2, 4, 8, 16\]"),
+        ({"options": {"max_sp_degree": 32}, "strategy": "repack"}, r"max_sp_degree=32.*\[1, 2, 4, 8, 16\]"),
+        (
+            {"options": {"fallbak": True}, "strategy": "repack+parents"},
+            "unknown option 'fallbak'; legal here: fallback",
+        ),
+    ],
+)
+def test_bad_settings_fail_before_any_step(settings: dict[str, object], message: str) -> None:
+    good: dict[str, object] = {
+        "strategy": "dynamic",
+        "cluster": WIDE_CLUSTER,
+        "model": WIDE_MODEL,
+        "max_tokens_per_rank": 100,
+    }
+    with pytest.raises(SpecError, match=message):
+        Planner(**{**good, **settings})  # type: ignore[arg-type]
+
+
+def test_static_degrees_align_with_nodes() -> None:
+    """6 divides 12, but a group of 6 would straddle nodes of 4."""
+    with pytest.raises(SpecError, match=r"legal values: \[1, 2, 4, 12\]"):
+        plan_step(
+            [5],
+            cluster=make_cluster(12),
+            model=make_model(),
+            strategy="static",
+            max_tokens_per_rank=9,
+            sp_degree=6,
+        )

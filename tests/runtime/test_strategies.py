@@ -1,0 +1,210 @@
+"""Loss and every gradient of every strategy equal the same samples one at a time on one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise import ClusterSpec, LocalWorld, ModelSpec, PlannedLoader, Planner, balance_loss, token_loss
+from layerwise.groups import World
+from layerwise.model import HybridLM, ModelOptions
+from layerwise.plan import StepPlan
+from tests.reference import Sample, reference_loss
+
+STRATEGIES = ("static", "dynamic", "repack", "repack+parents")
+HEADS = ((8, 2), (7, 7), (20, 20), (6, 3), (40, 8), (4, 1))
+BALANCE_COEF = 0.1
+LENGTHS = {
+    "three": [37, 51, 40],
+    "ones": [1, 1, 5, 1],
+    "thirteen": [13],
+    "three tokens": [3],
+    "sevens": [7] * 8,
+    "one long": [1000, *np.random.default_rng(0).integers(10, 51, 40).tolist()],
+}
+
+
+def tiny_model(num_heads: int, num_kv_heads: int, **changes: object) -> ModelSpec:
+    settings = dict(
+        num_layers=4,
+        layer_types=("full_attention", "sliding_attention", "chunked_attention", "sliding_attention"),
+        hidden_size=16,
+        vocab_size=31,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=4,
+        sliding_window=9,
+        attention_chunk_size=8,
+        num_experts=4,
+        experts_per_token=2,
+        moe_intermediate_size=8,
+        shared_intermediate_size=8,
+    )
+    return ModelSpec(**(settings | changes))
+
+
+def planner_for(strategy: str, num_ranks: int, spec: ModelSpec, lengths: Sequence[int], *, microbatches: int = 1) -> Callable[[Sequence[int]], StepPlan]:
+    """A planner with room for the lengths in about so many micro-batches; each step is planned once for all threads."""
+    per_node = max(1, num_ranks // 2)
+    # Attention is made expensive and the slow link cheap, so that wide parents exist even for tiny samples.
+    cluster = ClusterSpec(num_nodes=num_ranks // per_node, ranks_per_node=per_node, peak_flops_per_s=1e9, attention_efficiency=0.001)
+    budget = max(-(-int(1.5 * sum(lengths)) // (num_ranks * microbatches)) + 8, -(-max(lengths) // per_node))
+    options = {"sp_degree": per_node} if strategy == "static" else {}
+    planner = Planner(strategy=strategy, cluster=cluster, model=spec, max_tokens_per_rank=budget, options=options)
+    return cache(lambda sizes: planner(list(sizes)))
+
+
+def make_samples(lengths: Sequence[int], vocab_size: int, masked: Callable[[int, int], bool] = lambda s, t: False) -> list[Sample]:
+    rng = np.random.default_rng(sum(lengths))
+    samples = []
+    for s, length in enumerate(lengths):
+        ids = rng.integers(0, vocab_size, length)
+        labels = np.array([-100 if masked(s, t) else token for t, token in enumerate(ids)])
+        samples.append(Sample(input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)))
+    return samples
+
+
+def distributed_step(
+    model: HybridLM, samples: list[Sample], planner: Callable[[tuple[int, ...]], StepPlan], num_ranks: int
+) -> tuple[Tensor, list[Tensor], StepPlan]:
+    """(loss, gradients, plan) of one step over threads as ranks, through the planned loader."""
+    params = list(model.parameters())
+    dataset = [{"input_ids": s.input_ids.numpy(), "labels": s.labels.numpy()} for s in samples]
+
+    def on_rank(world: World) -> tuple[Tensor, list[Tensor], StepPlan]:
+        loader = PlannedLoader(dataset=dataset, planner=lambda sizes: planner(tuple(sizes)), world=world, steps=[range(len(dataset))])
+        (step,) = loader
+        total, grads = torch.zeros((), dtype=torch.float64), [torch.zeros_like(p) for p in params]
+        for microbatch in step.microbatches:
+            with microbatch.routes():
+                output = model(microbatch.input_ids, microbatch.position_ids)
+                loss = token_loss(output.logits, microbatch.shift_labels, step.num_valid_tokens)
+                if output.router is not None:
+                    counts, sums = output.router.counts, output.router.prob_sums
+                    topk = model.spec.experts_per_token
+                    loss = loss + BALANCE_COEF * balance_loss(counts, sums, experts_per_token=topk, num_tokens=step.num_tokens)
+            # autograd.grad, since the threads share the parameters; outside the context, as a training loop would.
+            for total_grad, grad in zip(grads, torch.autograd.grad(loss, params), strict=True):
+                total_grad += grad
+            total = total + loss.detach()
+        return total, grads, step.plan
+
+    results = LocalWorld(num_ranks, max(1, num_ranks // 2)).run(on_rank)
+    loss = sum(r[0] for r in results)
+    return loss, [sum(r[1][i] for r in results) for i in range(len(params))], results[0][2]
+
+
+def assert_equals_reference(model: HybridLM, samples: list[Sample], planner: Callable[..., StepPlan], num_ranks: int) -> StepPlan:
+    loss, grads, plan = distributed_step(model, samples, planner, num_ranks)
+    params = dict(model.named_parameters())
+    expected = reference_loss(model, samples, BALANCE_COEF)
+    expected_grads = torch.autograd.grad(expected, list(params.values()), allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
+    for name, grad, wanted in zip(params, grads, expected_grads, strict=True):
+        error = (grad - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.norm() else grad.norm()
+        assert error <= 1e-10, f"{name}: relative error {error:.1e}"
+    return plan
+
+
+@cache
+def model_for(heads: tuple[int, int], **changes: object) -> HybridLM:
+    return HybridLM(tiny_model(*heads, **changes), ModelOptions(dtype=torch.float64, seed=1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy_equals_one_process(strategy: str, num_ranks: int) -> None:
+    for index, lengths in enumerate(LENGTHS.values()):
+        # Every head count meets every strategy and world size as the lengths go by.
+        model = model_for(HEADS[(index + num_ranks.bit_length()) % len(HEADS)])
+        samples = make_samples(lengths, model.spec.vocab_size)
+        planner = planner_for(strategy, num_ranks, model.spec, lengths)
+        assert_equals_reference(model, samples, planner, num_ranks)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_head_counts(strategy: str, heads: tuple[int, int]) -> None:
+    model = model_for(heads)
+    lengths = [90, 5, 17, 1, 33]
+    assert_equals_reference(model, make_samples(lengths, 31), planner_for(strategy, 16, model.spec, lengths), 16)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_microbatches_with_changing_groups(strategy: str) -> None:
+    model = model_for((8, 2))
+    lengths = [200, 150, 90, *[20] * 12, 3, 1]
+    plan = assert_equals_reference(model, make_samples(lengths, 31), planner_for(strategy, 8, model.spec, lengths, microbatches=3), 8)
+    assert len(plan.microbatches) >= 2
+
+
+@pytest.mark.parametrize("masked", [lambda s, t: s == 0, lambda s, t: True, lambda s, t: t % 7 != 0], ids=["one sample", "all", "most"])
+def test_masked_labels(masked: Callable[[int, int], bool]) -> None:
+    model = model_for((8, 2))
+    lengths = [40, 12, 6, 5]
+    samples = make_samples(lengths, 31, masked)
+    assert_equals_reference(model, samples, planner_for("repack+parents", 4, model.spec, lengths), 4)
+
+
+def test_activation_checkpointing_replays_its_own_microbatch() -> None:
+    spec = tiny_model(8, 2)
+    model = HybridLM(spec, ModelOptions(dtype=torch.float64, seed=1, activation_checkpointing=True))
+    lengths = [200, 150, 90, *[20] * 12]
+    assert_equals_reference(model, make_samples(lengths, 31), planner_for("repack", 8, spec, lengths, microbatches=3), 8)
+
+
+def test_wide_parents_are_repacked_in_these_tests() -> None:
+    """The cases above would prove little if every plan were narrow."""
+    model = model_for((8, 2))
+    lengths = LENGTHS["one long"]
+    plan = planner_for("repack", 16, model.spec, lengths)(tuple(lengths))
+    parents = [parent for microbatch in plan.microbatches for parent in microbatch.parents]
+    assert any(parent.sp_degree == 16 and parent.repacked for parent in parents)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 0, "experts_per_token": 0, "moe_intermediate_size": 0, "shared_intermediate_size": 0, "intermediate_size": 24}], ids=["moe", "dense"])
+def test_a_sample_does_not_see_the_others(changes: dict[str, object]) -> None:
+    """Changing one sample leaves every other sample's logits as they were: to the bit without MoE, to rounding with it."""
+    spec = tiny_model(8, 2, **changes)
+    model = HybridLM(spec, ModelOptions(dtype=torch.float64, seed=1))
+    lengths = [120, 30, 17, 9, 40]
+    planner = planner_for("repack+parents", 8, spec, lengths)
+    before = make_samples(lengths, 31)
+    after = [Sample(input_ids=(s.input_ids + 1) % 31, labels=s.labels) if i == 1 else s for i, s in enumerate(before)]
+    for sample, (a, b) in enumerate(zip(logits(model, before, planner, 8), logits(model, after, planner, 8), strict=True)):
+        if sample == 1:
+            assert not torch.allclose(a, b)
+        elif changes:
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def logits(model: HybridLM, samples: list[Sample], planner: Callable[..., StepPlan], num_ranks: int) -> list[Tensor]:
+    """Each whole sample's logits, put together from the ranks."""
+    dataset = [s.input_ids.numpy() for s in samples]
+
+    def on_rank(world: World) -> list[tuple[StepPlan, int, Tensor]]:
+        loader = PlannedLoader(dataset=dataset, planner=lambda sizes: planner(tuple(sizes)), world=world, steps=[range(len(dataset))])
+        (step,) = loader
+        outs = []
+        for index, microbatch in enumerate(step.microbatches):
+            with microbatch.routes(), torch.no_grad():
+                outs.append((step.plan, index, model(microbatch.input_ids, microbatch.position_ids).logits))
+        return outs
+
+    whole = [torch.full((len(s.input_ids), model.spec.vocab_size), torch.nan, dtype=torch.float64) for s in samples]
+    for rank, outs in enumerate(LocalWorld(num_ranks, max(1, num_ranks // 2)).run(on_rank)):
+        for plan, index, rows in outs:
+            offset = 0
+            for shard in plan.microbatches[index].shards:
+                if shard.rank == rank:
+                    whole[shard.sample][shard.lo : shard.hi] = rows[offset : offset + shard.hi - shard.lo]
+                    offset += shard.hi - shard.lo
+    assert not any(rows.isnan().any() for rows in whole)
+    return whole

@@ -1,0 +1,40 @@
+"""Running the command line as people do: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
+# Small enough for 16 ranks on two cores.
+SMALL = [
+    "--set", "tokens_per_step=3000",
+    "--set", "max_tokens_per_rank=400",
+    "--set", "data.max_tokens_per_sample=2500",
+]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "COLUMNS": "200"}
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """Start `layerwise ...`."""
+    command = [sys.executable, "-c", "from layerwise.cli import main; main()", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+
+
+def run(*arguments: object, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    """Run `layerwise ...` to its end."""
+    process = start(*arguments)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,144 @@
+"""Real runs: 16 gloo processes through the command line, data, loader and model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from layerwise.cost import predict
+from layerwise.data.corpus import load_corpus
+from layerwise.train.config import load_config
+from layerwise.train.loop import build_planner, build_sampler
+from tests.train.cli import DEMO, SMALL, metrics, run, start
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+NUM_STEPS = 20
+
+
+def train(out: Path, strategy: str, *settings: str, steps: int = NUM_STEPS) -> list[dict]:
+    done = run("train", "--config", DEMO, *SMALL, "--strategy", strategy, "--nproc", 16, "--steps", steps, "--out", out, *settings)
+    assert done.returncode == 0, done.stderr
+    return metrics(out)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        (strategy, dtype): train(folder / f"{strategy}-{dtype}", strategy, "--set", f"dtype={dtype}")
+        for strategy in ("dynamic", "repack+parents")
+        for dtype in ("float32", "float64")
+    }
+
+
+@pytest.mark.parametrize(("dtype", "first", "later"), [("float32", 1e-6, 1e-4), ("float64", 1e-12, 1e-9)])
+def test_repacking_learns_what_dynamic_learns(runs: dict, dtype: str, first: float, later: float) -> None:
+    dynamic, repacked = runs["dynamic", dtype], runs["repack+parents", dtype]
+    assert len(dynamic) == len(repacked) == NUM_STEPS
+    assert abs(dynamic[0]["loss"] - repacked[0]["loss"]) <= first * dynamic[0]["loss"]
+    for a, b in zip(dynamic, repacked, strict=True):
+        assert a["num_tokens"] == b["num_tokens"]
+        assert abs(a["loss"] - b["loss"]) <= later * a["loss"], a["step"]
+    assert dynamic[-1]["loss"] < 0.8 * dynamic[0]["loss"], "the model learns"
+
+
+def test_sparse_layers_leave_the_slow_link_alone(runs: dict) -> None:
+    repacked, dynamic = runs["repack+parents", "float32"], runs["dynamic", "float32"]
+    assert all(row["exchange"]["sliding_attention"]["slow_bytes"] == 0 for row in repacked)
+    assert sum(row["exchange"]["sliding_attention"]["slow_bytes"] for row in dynamic) > 0
+    assert all(row["fallbacks"] == 0 for row in repacked)
+
+
+def test_calls_of_full_layers_do_not_grow(runs: dict) -> None:
+    """No pass is added: full layers make the same calls, sparse layers the same or fewer (none where a sample needs one rank)."""
+    for a, b in zip(runs["dynamic", "float32"], runs["repack+parents", "float32"], strict=True):
+        if a["microbatches"] == b["microbatches"]:
+            for kind in a["exchange"]:
+                assert b["exchange"][kind]["calls"] <= a["exchange"][kind]["calls"]
+
+
+@pytest.mark.parametrize("strategy", ["dynamic", "repack+parents"])
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("float64", 8)])
+def test_bytes_and_calls_are_those_predicted(runs: dict, strategy: str, dtype: str, element_bytes: int) -> None:
+    sets = [setting for setting in SMALL if setting != "--set"]
+    config = load_config(DEMO, sets, strategy=strategy, num_steps=NUM_STEPS)
+    corpus = load_corpus(config.data)
+    planner, sampler = build_planner(config), build_sampler(config, corpus)
+    for ids, row in zip(sampler, runs[strategy, dtype], strict=True):
+        plan = planner(corpus.lengths[ids].tolist())
+        expected = predict(plan, config.cluster, config.model, element_bytes=element_bytes)
+        for kind, counted in row["exchange"].items():
+            wanted = expected.kinds[kind]
+            assert counted == {
+                "calls": int(wanted.calls.sum()),
+                "fast_bytes": wanted.fast_bytes,
+                "slow_bytes": wanted.slow_bytes,
+            }
+
+
+def test_activation_checkpointing_changes_no_loss(runs: dict, tmp_path: Path) -> None:
+    rows = train(tmp_path, "repack+parents", "--set", "dtype=float64", "--set", "activation_checkpointing=true", steps=3)
+    for a, b in zip(rows, runs["repack+parents", "float64"], strict=False):
+        assert abs(a["loss"] - b["loss"]) <= 1e-12 * a["loss"]
+        assert a["exchange"]["full_attention"]["calls"] == 1.5 * b["exchange"]["full_attention"]["calls"]
+
+
+def test_bfloat16_is_close(runs: dict, tmp_path: Path) -> None:
+    rows = train(tmp_path, "repack+parents", "--set", "dtype=bfloat16", steps=2)
+    for a, b in zip(rows, runs["repack+parents", "float32"], strict=False):
+        assert abs(a["loss"] - b["loss"]) <= 2e-2 * b["loss"]
+        assert a["exchange"]["full_attention"]["fast_bytes"] * 2 == b["exchange"]["full_attention"]["fast_bytes"]
+
+
+def test_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
+    train(tmp_path / "run", "static", "--set", "strategy_options.sp_degree=8", steps=1)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "report.html", "tensorboard"}
+    again = run("train", "--config", DEMO, "--out", tmp_path / "run")
+    assert again.returncode == 1
+    assert "already holds a run" in again.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_dead_rank_ends_the_run_within_seconds(tmp_path: Path) -> None:
+    process = start("train", "--config", DEMO, *SMALL, "--steps", 500, "--out", tmp_path)
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "metrics.jsonl").exists() and metrics(tmp_path)):
+        assert time.monotonic() < deadline, "no step was made"
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    ranks = children_of(process.pid)
+    killed = time.monotonic()
+    os.kill(ranks[3], signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 1
+    assert "rank 3: was killed by SIGKILL" in err
+    assert err.count("Error") == 0, err
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--nproc", "4"], "--nproc 4, but the cluster has num_nodes=2 x ranks_per_node=8 = 16 ranks"),
+        (["--strategy", "repak"], "unknown strategy 'repak'"),
+        (["--set", "strategy_options.sp_degre=8", "--strategy", "static"], "sp_degre"),
+        (["--set", "data.source=nowhere"], "nowhere"),
+        (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
+        (["--set", "max_tokens_per_rank=10"], "max_tokens_per_rank=10"),
+        (["--set", "model.vocab_size=100"], "vocab"),
+    ],
+)
+def test_bad_settings_end_in_one_message(tmp_path: Path, settings: list[str], message: str) -> None:
+    done = run("train", "--config", DEMO, *SMALL, "--steps", 1, "--out", tmp_path, *settings)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count(message) == 1
