@@ -102,7 +102,7 @@ def _run(
     from layerwise.train.config import load_config
     from layerwise.train.launch import under_torchrun
     from layerwise.train.run import is_writer, prepare_folder, run_training
-    from layerwise.train.summary import print_and_report
+    from layerwise.train.results import print_and_report
 
     configs = [load_config(config, overrides, strategy=name, num_steps=steps) for name in strategies]
     num_ranks = configs[0].cluster.num_ranks

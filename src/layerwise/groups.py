@@ -72,10 +72,10 @@ class ProcessWorld:
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, by rank."""
-        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
-        everyone = mine.new_empty(self.num_ranks * len(values))
-        dist.all_gather_into_tensor(everyone, mine)
-        return everyone.view(self.num_ranks, len(values)).tolist()  # type: ignore[no-any-return]
+        table = torch.zeros(self.num_ranks, len(values), dtype=torch.int64, device=self.device)
+        table[self.rank] = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(table)  # a sum with one term: the all-gather functions change names between torch versions
+        return table.tolist()  # type: ignore[no-any-return]
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""

@@ -8,6 +8,7 @@ parent raises one RankFailedError that says which rank and why.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -76,6 +77,8 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
 
 
 def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, timeout_s: float) -> None:
+    # Optimizers import torch._dynamo when first used: 800 modules, in every rank unless the parent has them already.
+    importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
         ranks: dict[int, _Child] = {}

@@ -1,0 +1,56 @@
+"""What runs came to: one table on the terminal, one HTML report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from layerwise.data.corpus import load_corpus
+from layerwise.plan import StepPlan
+from layerwise.report import RunRecord, strategy_rows, write_report
+from layerwise.train.config import TrainConfig
+from layerwise.train.loop import build_planner, build_sampler
+from layerwise.train.run import REPORT_FILE, read_metrics
+
+
+def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], out: Path) -> None:
+    """Print the strategies side by side and write out/report.html. Runs differ in their strategy only."""
+    runs = [
+        RunRecord(
+            strategy=config.strategy,
+            rows=read_metrics(folder),
+            num_ranks=config.cluster.num_ranks,
+            num_layers={kind: config.model.num_layers_of(kind) for kind in config.model.kinds},
+        )
+        for config, folder in zip(configs, folders, strict=True)
+    ]
+    _print_table(runs)
+    plans = (widest_step(configs[0]), widest_step(configs[-1])) if len(configs) > 1 else None
+    names = " and ".join(run.strategy for run in runs)
+    write_report(out / REPORT_FILE, title=f"layerwise: {names}", runs=runs, plans=plans, config_text=configs[-1].to_yaml())
+    Console().print(f"report: {out / REPORT_FILE}", highlight=False, soft_wrap=True)
+
+
+def widest_step(config: TrainConfig) -> StepPlan:
+    """The plan of the run's step with the longest sample, made again: planning is a pure function of the lengths."""
+    corpus = load_corpus(config.data)
+    steps = [corpus.lengths[ids] for ids in build_sampler(config, corpus)]
+    return build_planner(config)(max(steps, key=lambda lengths: lengths.max()))
+
+
+def _print_table(runs: Sequence[RunRecord]) -> None:
+    """Headings down, strategies across."""
+    rows = strategy_rows(runs)
+    table = Table(title=f"{len(runs[0].rows)} steps on {runs[0].num_ranks} ranks", title_justify="left")
+    for index, heading in enumerate(rows[0]):
+        values = [row[heading] for row in rows]
+        if index == 0:
+            table.add_column(heading)
+            for value in values:
+                table.add_column(value, justify="right")
+        else:
+            table.add_row(heading, *values)
+    Console().print(table)
