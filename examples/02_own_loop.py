@@ -1,6 +1,6 @@
 """Your model, your loop: the lines that layerwise needs are marked with a star.
 
-    torchrun --nproc-per-node 4 examples/02_own_loop.py
+torchrun --nproc-per-node 4 examples/02_own_loop.py
 """
 
 import torch
@@ -54,8 +54,8 @@ class Model(nn.Module):
 def counting_dataset() -> list[list[int]]:
     """Samples of 8 to 400 tokens that count upwards, so there is something to learn."""
     make = torch.Generator().manual_seed(0)
-    lengths = torch.randint(8, 64, (60,), generator=make).tolist() + [400, 350, 300, 250]
-    return [[(3 * i + t) % VOCAB for t in range(length)] for i, length in enumerate(lengths)]
+    lengths = torch.randint(8, 64, (60,), generator=make).tolist()
+    return [[(3 * i + t) % VOCAB for t in range(length)] for i, length in enumerate([*lengths, 400, 350, 300, 250])]
 
 
 def main() -> None:

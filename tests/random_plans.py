@@ -1,20 +1,32 @@
 """Arbitrary legal plans, made without any strategy: the runtime must execute every one of them."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.spec import AttentionSpec
 
 
-def random_step(rng: np.random.Generator, lengths: list[int], specs: dict[str, AttentionSpec], num_ranks: int, ranks_per_node: int) -> StepPlan:
+def random_step(
+    rng: np.random.Generator,
+    lengths: list[int],
+    specs: dict[str, AttentionSpec],
+    num_ranks: int,
+    ranks_per_node: int,
+) -> StepPlan:
     """One micro-batch whose shards and tiles are cut and placed at random; some ranks stay empty."""
     allowed = rng.permutation(num_ranks)[: max(1, num_ranks - int(rng.integers(0, num_ranks // 2 + 1)))]
     shards = [shard for sample, length in enumerate(lengths) for shard in _random_shards(rng, sample, length, allowed)]
     tiles = {
-        kind: [tile for sample, length in enumerate(lengths) for tile in _random_tiles(rng, sample, length, spec, allowed)]
+        kind: [
+            tile for sample, length in enumerate(lengths) for tile in _random_tiles(rng, sample, length, spec, allowed)
+        ]
         for kind, spec in specs.items()
     }
-    microbatch = MicrobatchPlan(shards=shard_table(shards), tiles={kind: tile_table(rows) for kind, rows in tiles.items()})
+    microbatch = MicrobatchPlan(
+        shards=shard_table(shards), tiles={kind: tile_table(rows) for kind, rows in tiles.items()}
+    )
     plan = StepPlan(
         strategy="random",
         num_ranks=num_ranks,
@@ -31,10 +43,12 @@ def random_step(rng: np.random.Generator, lengths: list[int], specs: dict[str, A
 def _random_shards(rng: np.random.Generator, sample: int, length: int, ranks: np.ndarray) -> list[Shard]:
     num_cuts = int(rng.integers(0, min(length, 5)))
     cuts = [0, *sorted(rng.choice(np.arange(1, length), num_cuts, replace=False).tolist()), length]
-    return [Shard(sample, int(rng.choice(ranks)), lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    return [Shard(sample, int(rng.choice(ranks)), lo, hi) for lo, hi in pairwise(cuts)]
 
 
-def _random_tiles(rng: np.random.Generator, sample: int, length: int, spec: AttentionSpec, ranks: np.ndarray) -> list[Tile]:
+def _random_tiles(
+    rng: np.random.Generator, sample: int, length: int, spec: AttentionSpec, ranks: np.ndarray
+) -> list[Tile]:
     rectangles, done = [(0, length, 0, spec.num_heads)], []
     while rectangles:
         q0, q1, h0, h1 = rectangles.pop()

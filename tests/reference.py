@@ -62,14 +62,8 @@ def reference_forward(model: torch.nn.Module, input_ids: Tensor) -> tuple[Tensor
     x = state["embed.weight"][input_ids]
     router_probs = []
     for index, kind in enumerate(kinds):
-        layer = {
-            k.removeprefix(f"layers.{index}."): v
-            for k, v in state.items()
-            if k.startswith(f"layers.{index}.")
-        }
-        x = x + _attention(
-            _rms_norm(x, layer["attention_norm.weight"], options.norm_eps), layer, spec, options, kind
-        )
+        layer = {k.removeprefix(f"layers.{index}."): v for k, v in state.items() if k.startswith(f"layers.{index}.")}
+        x = x + _attention(_rms_norm(x, layer["attention_norm.weight"], options.norm_eps), layer, spec, options, kind)
         h = _rms_norm(x, layer["mlp_norm.weight"], options.norm_eps)
         if spec.num_experts:
             output, probs = _moe(h, layer, spec)
@@ -96,9 +90,7 @@ def _attention(x: Tensor, layer: dict[str, Tensor], spec, options, kind: str) ->
     if kind == "chunked_attention":
         visible &= i // spec.attention_chunk_size == j // spec.attention_chunk_size
     q = _rope((x @ layer["attention.q_proj.weight"].T).view(length, num_heads, head_dim), options.rope_theta)
-    k = _rope(
-        (x @ layer["attention.k_proj.weight"].T).view(length, num_kv_heads, head_dim), options.rope_theta
-    )
+    k = _rope((x @ layer["attention.k_proj.weight"].T).view(length, num_kv_heads, head_dim), options.rope_theta)
     v = (x @ layer["attention.v_proj.weight"].T).view(length, num_kv_heads, -1)
     heads = []
     for head in range(num_heads):
@@ -114,9 +106,7 @@ def _rope(x: Tensor, theta: float) -> Tensor:
     half = head_dim // 2
     speed = torch.tensor([theta ** (-2 * i / head_dim) for i in range(half)], dtype=torch.float64)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * speed
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(
-        torch.ones_like(angle), angle
-    )
+    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 
 

@@ -45,9 +45,7 @@ HEAD_FLOPS = 2 * 3 * 5
 PAIR_FLOPS = 2 * (4 + 6)
 
 
-def _plan(
-    shards: list[Shard], tiles: list[Tile], lengths: tuple[int, ...], cluster: ClusterSpec = CLUSTER
-) -> StepPlan:
+def _plan(shards: list[Shard], tiles: list[Tile], lengths: tuple[int, ...], cluster: ClusterSpec = CLUSTER) -> StepPlan:
     microbatch = MicrobatchPlan(shards=shard_table(shards), tiles={"full_attention": tile_table(tiles)})
     plan = StepPlan(
         strategy="by hand",
@@ -69,9 +67,7 @@ def _local(length: int = 6) -> StepPlan:
 def _ulysses(ranks: tuple[int, int]) -> StepPlan:
     """Six tokens over two ranks, one query head each; both need the one KV head."""
     a, b = ranks
-    return _plan(
-        [Shard(0, a, 0, 3), Shard(0, b, 3, 6)], [Tile(0, a, 0, 6, 0, 0, 1), Tile(0, b, 0, 6, 0, 1, 2)], (6,)
-    )
+    return _plan([Shard(0, a, 0, 3), Shard(0, b, 3, 6)], [Tile(0, a, 0, 6, 0, 0, 1), Tile(0, b, 0, 6, 0, 1, 2)], (6,))
 
 
 def test_flops_per_token() -> None:
@@ -146,9 +142,7 @@ def test_links_overlap_and_the_larger_side_counts() -> None:
 
 
 def test_element_bytes_override() -> None:
-    two, eight = (
-        predict(_ulysses((0, 2)), CLUSTER, MODEL, element_bytes=n).kinds["full_attention"] for n in (None, 8)
-    )
+    two, eight = (predict(_ulysses((0, 2)), CLUSTER, MODEL, element_bytes=n).kinds["full_attention"] for n in (None, 8))
     assert eight.slow_bytes == 4 * two.slow_bytes
 
 

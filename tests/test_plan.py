@@ -162,9 +162,7 @@ def test_the_digest_sees_every_change() -> None:
         _plan(shards=_swap(SHARDS, 2, Shard(1, 3, 0, 4))),
         _plan(full=_swap(FULL_TILES, 4, Tile(1, 3, 0, 4, 0, 0, 8))),
         _plan(sliding=_swap(SLIDING_TILES, 2, Tile(1, 3, 0, 4, 0, 0, 8))),
-        _plan(
-            attention={"full_attention": FULL, "sliding_attention": SLIDING.model_copy(update={"window": 4})}
-        ),
+        _plan(attention={"full_attention": FULL, "sliding_attention": SLIDING.model_copy(update={"window": 4})}),
     ]
     digests = [plan.digest() for plan in plans]
     assert len(set(digests)) == len(plans)

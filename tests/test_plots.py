@@ -151,9 +151,7 @@ class TestBalance:
         assert "dynamic  (median 1.35)" in texts(figure)
 
     def test_perfectly_even(self):
-        low, high = (
-            draw(plot_balance({"dynamic": [metrics_row(1, 5.0, tokens_per_rank_max=500)]})).axes[0].get_ylim()
-        )
+        low, high = draw(plot_balance({"dynamic": [metrics_row(1, 5.0, tokens_per_rank_max=500)]})).axes[0].get_ylim()
         assert low < 1 < high
 
     def test_end_labels_do_not_touch(self):

@@ -44,7 +44,16 @@ def test_commands_and_options() -> None:
     command = typer.main.get_command(app)
     options = {name: sorted(o for p in sub.params for o in p.opts) for name, sub in command.commands.items()}  # type: ignore[attr-defined]
     assert options == {
-        "plan": ["--cluster", "--json", "--lengths", "--max-tokens-per-rank", "--model", "--samples", "--set", "--strategy"],
+        "plan": [
+            "--cluster",
+            "--json",
+            "--lengths",
+            "--max-tokens-per-rank",
+            "--model",
+            "--samples",
+            "--set",
+            "--strategy",
+        ],
         "train": ["--config", "--nproc", "--out", "--overwrite", "--set", "--steps", "--strategy"],
         "compare": ["--config", "--out", "--overwrite", "--set", "--steps", "--strategies"],
     }
@@ -54,7 +63,8 @@ def test_planning_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("900\n40\n7\n")
     code = (
         "import sys, layerwise, layerwise.cli\n"
-        f"sys.argv = ['layerwise', 'plan', '--lengths', {str(tmp_path / 'lengths.txt')!r}, '--cluster', 'demo', '--model', 'demo']\n"
+        f"lengths = {str(tmp_path / 'lengths.txt')!r}\n"
+        "sys.argv = ['layerwise', 'plan', '--lengths', lengths, '--cluster', 'demo', '--model', 'demo']\n"
         "try:\n    layerwise.cli.main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         "loaded = {'torch', 'matplotlib', 'pyarrow', 'tokenizers', 'tensorboard'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"

@@ -26,9 +26,7 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize(
-    "mask", [{}, {"window": 1}, {"window": 5}, {"window": 100}, {"chunk": 1}, {"chunk": 7}]
-)
+@pytest.mark.parametrize("mask", [{}, {"window": 1}, {"window": 5}, {"window": 100}, {"chunk": 1}, {"chunk": 7}])
 def test_pairs_count_the_keys_of_every_query(mask: dict[str, int]) -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=4, v_head_dim=4, **mask)
     positions = np.arange(40)

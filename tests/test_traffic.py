@@ -117,12 +117,7 @@ def test_covering_blocks_nest(num_ranks: int, ranks_per_node: int) -> None:
         assert block.lo <= lo <= hi < block.hi <= num_ranks
     for a in blocks:
         for b in blocks:
-            assert (
-                a.hi <= b.lo
-                or b.hi <= a.lo
-                or (a.lo <= b.lo and b.hi <= a.hi)
-                or (b.lo <= a.lo and a.hi <= b.hi)
-            )
+            assert a.hi <= b.lo or b.hi <= a.lo or (a.lo <= b.lo and b.hi <= a.hi) or (b.lo <= a.lo and a.hi <= b.hi)
     if (num_ranks, ranks_per_node) == (16, 8):
         assert len([block for block in blocks if block.size > 1]) == 15
 
@@ -130,11 +125,7 @@ def test_covering_blocks_nest(num_ranks: int, ranks_per_node: int) -> None:
 def test_exchange_blocks_are_disjoint_and_only_where_ranks_share() -> None:
     microbatch = MicrobatchPlan(
         shards=shard_table([Shard(0, 0, 0, 9), Shard(1, 5, 0, 4), Shard(1, 6, 4, 8), Shard(2, 12, 0, 3)]),
-        tiles={
-            "k": tile_table(
-                [Tile(0, 0, 0, 9, 0, 0, 8), Tile(1, 5, 0, 8, 0, 0, 8), Tile(2, 13, 0, 3, 0, 0, 8)]
-            )
-        },
+        tiles={"k": tile_table([Tile(0, 0, 0, 9, 0, 0, 8), Tile(1, 5, 0, 8, 0, 0, 8), Tile(2, 13, 0, 3, 0, 0, 8)])},
     )
     assert exchange_blocks(microbatch, "k", 16, 8) == (Block(4, 8), Block(12, 14))
     assert shard_blocks(microbatch, 16, 8) == (Block(4, 8),)

@@ -28,7 +28,7 @@ _HOMES = {
     "token_loss": "layerwise.loss",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - computed from the table above
+__all__ = sorted(_HOMES)
 __version__ = "0.1.0"
 
 

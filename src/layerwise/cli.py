@@ -44,7 +44,10 @@ def plan(
     model: Annotated[str, typer.Option(help=f"YAML file or preset: {', '.join(preset_names('model'))}.")],
     strategy: Annotated[str, typer.Option(help=STRATEGY_HELP)] = "repack+parents",
     max_tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens a rank can hold in one micro-batch.")] = 32768,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="A strategy option, e.g. sp_degree=8.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="A strategy option, e.g. sp_degree=8."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Show where the N longest samples sit.")] = 10,
     json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
 ) -> None:
@@ -68,11 +71,18 @@ def plan(
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; see docs/train.md.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, e.g. optimizer.learning_rate=1e-3.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, e.g. optimizer.learning_rate=1e-3."),
+    ] = None,
     strategy: Annotated[str | None, typer.Option(help=STRATEGY_HELP)] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Local ranks to start; must be what the cluster spec says.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Local ranks to start; must be what the cluster spec says.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for config, metrics, TensorBoard events and report.")] = Path("runs/train"),
+    out: Annotated[Path, typer.Option(help="Folder for config, metrics, TensorBoard events and report.")] = Path(
+        "runs/train"
+    ),
     overwrite: Annotated[bool, typer.Option(help="Replace the run that the folder holds.")] = False,
 ) -> None:
     """Train with one strategy: starts the ranks itself, or joins those that torchrun started."""
@@ -83,9 +93,13 @@ def train(
 def compare(
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; see docs/train.md.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting.")] = None,
-    strategies: Annotated[str, typer.Option(help="Comma-separated strategies, trained one after the other on the same steps.")] = "dynamic,repack+parents",
+    strategies: Annotated[
+        str, typer.Option(help="Comma-separated strategies, trained one after the other on the same steps.")
+    ] = "dynamic,repack+parents",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; each strategy gets a folder in it, and report.html compares them.")] = Path("runs/compare"),
+    out: Annotated[
+        Path, typer.Option(help="Folder; each strategy gets a folder in it, and report.html compares them.")
+    ] = Path("runs/compare"),
     overwrite: Annotated[bool, typer.Option(help="Replace the runs that the folder holds.")] = False,
 ) -> None:
     """Train the same steps with several strategies and compare losses, balance and bytes."""
@@ -96,13 +110,19 @@ def compare(
 
 
 def _run(
-    strategies: Sequence[str | None], config: Path | None, overrides: list[str], nproc: int | None, steps: int | None, out: Path, overwrite: bool
+    strategies: Sequence[str | None],
+    config: Path | None,
+    overrides: list[str],
+    nproc: int | None,
+    steps: int | None,
+    out: Path,
+    overwrite: bool,
 ) -> None:
     """Train each strategy and write one report; a single one lives in `out` itself."""
     from layerwise.train.config import load_config
     from layerwise.train.launch import under_torchrun
-    from layerwise.train.run import is_writer, prepare_folder, run_training
     from layerwise.train.results import print_and_report
+    from layerwise.train.run import is_writer, prepare_folder, run_training
 
     configs = [load_config(config, overrides, strategy=name, num_steps=steps) for name in strategies]
     num_ranks = configs[0].cluster.num_ranks

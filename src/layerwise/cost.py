@@ -185,13 +185,9 @@ class CostModel:
         total = np.asarray(lengths, dtype=np.int64)
         flops = (1 + BACKWARD_LINEAR) * head_flops_per_token(self.model) * float(total.sum())
         for layer in self.layers:
-            linear = (
-                (1 + BACKWARD_LINEAR) * linear_flops_per_token(self.model, layer.kind) * float(total.sum())
-            )
+            linear = (1 + BACKWARD_LINEAR) * linear_flops_per_token(self.model, layer.kind) * float(total.sum())
             pairs = float(np.sum(layer.spec.pairs(total * 0, total))) * layer.spec.num_heads
-            flops += layer.num_layers * (
-                linear + (1 + BACKWARD_ATTENTION_MODEL) * pair_flops(layer.spec) * pairs
-            )
+            flops += layer.num_layers * (linear + (1 + BACKWARD_ATTENTION_MODEL) * pair_flops(layer.spec) * pairs)
         return flops
 
     def exchange_s(self, sent_bytes: Floats) -> Floats:
@@ -247,9 +243,7 @@ class CostModel:
         comm_s = PASSES * (self.exchange_s(to_tiles) + self.exchange_s(from_tiles))
         return _LayerWork(layer, compute_s + comm_s, flops, PASSES * (to_tiles + from_tiles))
 
-    def _kind_prediction(
-        self, microbatch: MicrobatchPlan, work: _LayerWork, seconds: float
-    ) -> KindPrediction:
+    def _kind_prediction(self, microbatch: MicrobatchPlan, work: _LayerWork, seconds: float) -> KindPrediction:
         layer, calls = work.layer, np.zeros(self.cluster.num_ranks, dtype=np.int64)
         blocks = exchange_blocks(microbatch, layer.kind, len(calls), self.cluster.ranks_per_node)
         for block in blocks:
@@ -284,9 +278,7 @@ class CostModel:
         )
 
 
-def predict(
-    plan: StepPlan, cluster: ClusterSpec, model: ModelSpec, element_bytes: int | None = None
-) -> StepPrediction:
+def predict(plan: StepPlan, cluster: ClusterSpec, model: ModelSpec, element_bytes: int | None = None) -> StepPrediction:
     """The prediction of a whole step; `element_bytes` overrides the cluster's."""
     return CostModel(cluster=cluster, model=model, element_bytes=element_bytes).predict(plan)
 

@@ -1,6 +1,7 @@
 """The one exchange: rows in, rows out, over one all-to-all.
 
-`exchange` is the only autograd function of the runtime. Forward moves rows along a tuple of row maps; backward moves the
+`exchange` is the only autograd function of the runtime. Forward moves rows along a tuple of row maps; backward
+moves the
 gradients along their inverses. Rows that a rank sends to itself never touch the wire, nothing is padded, and a rank
 whose rows are all its own runs no collective.
 """
@@ -20,10 +21,15 @@ from layerwise.traffic import Block
 
 
 class Comm(Protocol):
-    """A block of ranks that can talk to one another; this rank is peer number `peer` in it."""
+    """A block of ranks that can talk to one another."""
 
-    block: Block
-    peer: int
+    @property
+    def block(self) -> Block:
+        """The ranks."""
+
+    @property
+    def peer(self) -> int:
+        """This rank's number among them."""
 
     def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         """Exchange a flat buffer; splits are elements per peer. Returns a flat contiguous buffer."""
@@ -95,7 +101,7 @@ def exchange(tensors: tuple[Tensor, ...], maps: tuple[RowMap, ...], site: Site) 
     """
     if site.comm is None and all(row_map.is_identity for row_map in maps):
         return tensors
-    return _Exchange.apply(maps, site, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(maps, site, *tensors)
 
 
 class _Exchange(torch.autograd.Function):

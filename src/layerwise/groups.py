@@ -75,7 +75,7 @@ class ProcessWorld:
         table = torch.zeros(self.num_ranks, len(values), dtype=torch.int64, device=self.device)
         table[self.rank] = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(table)  # a sum with one term: the all-gather functions change names between torch versions
-        return table.tolist()  # type: ignore[no-any-return]
+        return table.tolist()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""

@@ -20,20 +20,29 @@ from layerwise.runtime import Routes, current_routes
 def token_loss(logits: Tensor, shift_labels: Tensor, num_valid_tokens: int) -> Tensor:
     """This rank's part of the step's mean cross-entropy: a float32-or-better scalar; the sum over ranks is the loss.
 
-    logits: [T, V]; shift_labels: int64 [T], the next token of the same sample or -100; num_valid_tokens: labels that are
-    not -100 in the whole optimizer step, over all ranks. A step without any has loss 0 and zero gradients.
+    logits: [T, V]; shift_labels: int64 [T], the next token of the same sample or -100; num_valid_tokens: labels
+    that are not -100 in the whole optimizer step, over all ranks. A step without any has loss 0 and zero gradients.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, shift_labels, reduction="sum")  # ignores -100
     return total / max(num_valid_tokens, 1)
 
 
-def balance_loss(counts: Tensor, prob_sums: Tensor, *, experts_per_token: int, num_tokens: int, routes: Routes | None = None) -> Tensor:
+def balance_loss(
+    counts: Tensor,
+    prob_sums: Tensor,
+    *,
+    experts_per_token: int,
+    num_tokens: int,
+    routes: Routes | None = None,
+) -> Tensor:
     """This rank's part of the router balance loss of a step, a scalar; the sum over ranks is the loss.
 
-    counts: int64 [layers, pieces, E], tokens of each local shard that chose each expert; prob_sums: [layers, pieces, E],
+    counts: int64 [layers, pieces, E], tokens of each local shard that chose each expert; prob_sums: [layers,
+    pieces, E],
     sums of router probabilities; num_tokens: of the whole step. Per layer and sample the loss is E * sum_e f_e * P_e
-    (the sequence-wise form of DeepSeek-V3, arXiv 2412.19437, section 2.1.2), weighted by the sample's tokens and averaged
+    (the sequence-wise form of DeepSeek-V3, arXiv 2412.19437, section 2.1.2), weighted by the sample's tokens and
+    averaged
     over layers. Being a sum over samples it does not depend on who shares a micro-batch. Counts of samples that several
     ranks hold are added up in one small all-reduce among them.
     """
@@ -73,7 +82,9 @@ def reduce_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> 
     if world.num_ranks == 1 or not trained:
         return
     wide = torch.promote_types(torch.float32, trained[0].dtype)
-    flat = torch.cat([p.new_zeros(p.numel(), dtype=wide) if p.grad is None else p.grad.flatten().to(wide) for p in trained])
+    flat = torch.cat(
+        [p.new_zeros(p.numel(), dtype=wide) if p.grad is None else p.grad.flatten().to(wide) for p in trained]
+    )
     world.all_reduce(flat)
     for p, grad in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
         p.grad = grad.view_as(p).to(p.dtype)

@@ -63,7 +63,7 @@ class Table(Generic[RowT]):
         keys = [array[:, row_type._fields.index(name)] for name in reversed(order)]
         self.rows: Ints = np.ascontiguousarray(array[np.lexsort(keys)])
         self.rows.setflags(write=False)
-        self.row_type = row_type
+        self.row_type: type[RowT] = row_type
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -144,14 +144,25 @@ class StepPlan:
         seen = np.concatenate([m.samples for m in self.microbatches]) if self.microbatches else np.zeros(0, np.int64)
         if not np.array_equal(np.sort(seen), np.arange(len(lengths))):
             missing = sorted(set(range(len(lengths))) - set(seen.tolist()))
-            raise PlanError(f"{len(lengths)} samples, each in exactly one micro-batch; missing {missing[:5]}, planned {len(seen)}")
+            raise PlanError(
+                f"{len(lengths)} samples, each in exactly one micro-batch; missing {missing[:5]}, planned {len(seen)}"
+            )
         for index, microbatch in enumerate(self.microbatches):
             where = f"strategy {self.strategy!r}, micro-batch {index}"
             _check_shards(microbatch, lengths, self.num_ranks, self.max_tokens_per_rank, where)
             if set(microbatch.tiles) != set(self.attention):
-                raise PlanError(f"{where}: tiles for {sorted(microbatch.tiles)}, but the model has {sorted(self.attention)}")
+                raise PlanError(
+                    f"{where}: tiles for {sorted(microbatch.tiles)}, but the model has {sorted(self.attention)}"
+                )
             for kind, tiles in microbatch.tiles.items():
-                _check_tiles(tiles, self.attention[kind], lengths, microbatch.samples, self.num_ranks, f"{where}, {kind}")
+                _check_tiles(
+                    tiles,
+                    self.attention[kind],
+                    lengths,
+                    microbatch.samples,
+                    self.num_ranks,
+                    f"{where}, {kind}",
+                )
 
     def digest(self) -> int:
         """A 63-bit hash of everything that ranks must agree on."""
@@ -217,8 +228,10 @@ class StepPlan:
 
 def _check_ranks(table: Table[Any], num_ranks: int, where: str) -> None:
     ranks = table.column("rank")
-    if len(ranks) and not (0 <= ranks.min() and ranks.max() < num_ranks):
-        raise PlanError(f"{where}: rank {ranks.max() if ranks.max() >= num_ranks else ranks.min()} is not in [0, {num_ranks})")
+    if len(ranks) and not (ranks.min() >= 0 and ranks.max() < num_ranks):
+        raise PlanError(
+            f"{where}: rank {ranks.max() if ranks.max() >= num_ranks else ranks.min()} is not in [0, {num_ranks})"
+        )
 
 
 def _check_shards(microbatch: MicrobatchPlan, lengths: Ints, num_ranks: int, budget: int, where: str) -> None:
@@ -238,10 +251,14 @@ def _check_shards(microbatch: MicrobatchPlan, lengths: Ints, num_ranks: int, bud
         )
     tokens = microbatch.tokens_per_rank(num_ranks)
     if tokens.max(initial=0) > budget:
-        raise PlanError(f"{where}: rank {int(tokens.argmax())} holds {int(tokens.max())} tokens, max_tokens_per_rank={budget}")
+        raise PlanError(
+            f"{where}: rank {int(tokens.argmax())} holds {int(tokens.max())} tokens, max_tokens_per_rank={budget}"
+        )
 
 
-def _check_tiles(tiles: Table[Tile], spec: AttentionSpec, lengths: Ints, samples: Ints, num_ranks: int, where: str) -> None:
+def _check_tiles(
+    tiles: Table[Tile], spec: AttentionSpec, lengths: Ints, samples: Ints, num_ranks: int, where: str
+) -> None:
     """Tiles must cover [0, L) x [0, H) once, start at the mask's first key, and not tear a KV group.
 
     Rectangles cover a rectangle exactly once if and only if their signed corners (the mixed second difference of the
@@ -265,7 +282,12 @@ def _check_tiles(tiles: Table[Tile], spec: AttentionSpec, lengths: Ints, samples
 
     zeros, ends, heads = np.zeros_like(samples), lengths[samples], np.full_like(samples, spec.num_heads)
     corners = [(sample, q0, h0, 1), (sample, q1, h1, 1), (sample, q0, h1, -1), (sample, q1, h0, -1)]
-    corners += [(samples, zeros, zeros, -1), (samples, ends, heads, -1), (samples, zeros, heads, 1), (samples, ends, zeros, 1)]
+    corners += [
+        (samples, zeros, zeros, -1),
+        (samples, ends, heads, -1),
+        (samples, zeros, heads, 1),
+        (samples, ends, zeros, 1),
+    ]
     points = np.concatenate([np.stack([s, q, h], axis=1) for s, q, h, _ in corners])
     signs = np.concatenate([np.full(len(s), sign) for s, _, _, sign in corners])
     key = (points[:, 0] * (int(lengths.max(initial=0)) + 1) + points[:, 1]) * (spec.num_heads + 1) + points[:, 2]

@@ -141,9 +141,7 @@ def _figure(width_in: float, height_in: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UnsupportedError(
-            "pictures need the package `matplotlib`: pip install 'layerwise[train]'"
-        ) from None
+        raise UnsupportedError("pictures need the package `matplotlib`: pip install 'layerwise[train]'") from None
     return Figure(figsize=(width_in, height_in), dpi=100, layout="constrained", facecolor=PAPER)
 
 
@@ -251,9 +249,7 @@ def _draw_shards(ax: Axes, plan: StepPlan, microbatch: MicrobatchPlan, longest: 
         colour = _sharing_colour(key[1], key[0], plan.ranks_per_node)
         ax.bar(rank[of], size[of], bottom=bottom[of], color=colour, **style)
     of = sample == longest
-    ax.bar(
-        rank[of], size[of], bottom=bottom[of], **style | {"fill": False, "edgecolor": INK, "linewidth": 1.4}
-    )
+    ax.bar(rank[of], size[of], bottom=bottom[of], **style | {"fill": False, "edgecolor": INK, "linewidth": 1.4})
 
     tokens, crossing = microbatch.tokens_per_rank(plan.num_ranks), len(np.unique(sample[across]))
     ax.axhline(tokens.mean(), color=INK, linewidth=1.1, linestyle=_DASHED)
@@ -292,9 +288,7 @@ def _draw_differences(ax: Axes, runs: Runs, colours: Mapping[str, str]) -> None:
     (first, base), *others = runs.items()
     by_step = {row["step"]: row["loss"] for row in base}
     differences = {
-        name: [
-            (row["step"], abs(row["loss"] - by_step[row["step"]])) for row in rows if row["step"] in by_step
-        ]
+        name: [(row["step"], abs(row["loss"] - by_step[row["step"]])) for row in rows if row["step"] in by_step]
         for name, rows in others
     }
     positive = [d for pairs in differences.values() for _, d in pairs if d > 0]
@@ -304,9 +298,7 @@ def _draw_differences(ax: Axes, runs: Runs, colours: Mapping[str, str]) -> None:
         colour, equal = colours[name], values == 0
         ax.plot(steps, np.maximum(values, floor), color=colour, linewidth=1.4, alpha=0.5)
         ax.plot(steps[~equal], values[~equal], "o", color=colour, markersize=4)
-        ax.plot(
-            steps[equal], np.full(equal.sum(), floor), "o", color=colour, markersize=4, markerfacecolor=PAPER
-        )
+        ax.plot(steps[equal], np.full(equal.sum(), floor), "o", color=colour, markersize=4, markerfacecolor=PAPER)
     ax.set_yscale("log")
     ax.set_ylim(floor / 3, max(positive, default=1e-13) * 10)
     title = f"Absolute difference to {first} (hollow: exactly equal)"
@@ -332,6 +324,4 @@ def _note(
 ) -> None:
     """Text at a point, moved by an offset in points."""
     style = {"va": "center", "fontsize": 9, "color": MUTED, **style}
-    ax.annotate(
-        text, xy, offset_points, xycoords=coords, textcoords="offset points", annotation_clip=False, **style
-    )
+    ax.annotate(text, xy, offset_points, xycoords=coords, textcoords="offset points", annotation_clip=False, **style)

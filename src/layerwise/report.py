@@ -47,9 +47,7 @@ class RunRecord:
         for row in self.rows:
             missing = sorted(STEP_FIELDS - set(row))
             if missing:
-                raise DataError(
-                    f"strategy {self.strategy!r}: a metrics row lacks {missing}; it has {sorted(row)}"
-                )
+                raise DataError(f"strategy {self.strategy!r}: a metrics row lacks {missing}; it has {sorted(row)}")
 
 
 def strategy_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
@@ -67,13 +65,8 @@ def headline(runs: Sequence[RunRecord]) -> str:
     subject = "Sparse layers" if sparse else "Attention layers"
     moved = [format_bytes(_slow_bytes(run, sparse or _kinds(runs))) for run in (first, last)]
     if len(runs) == 1:
-        change = (
-            f"from {first.rows[0]['loss']:.4f} to {first.rows[-1]['loss']:.4f} in {len(first.rows)} steps"
-        )
-        return (
-            f"{subject} moved {moved[0]} over the slow link per step with {first.strategy}; "
-            f"the loss went {change}."
-        )
+        change = f"from {first.rows[0]['loss']:.4f} to {first.rows[-1]['loss']:.4f} in {len(first.rows)} steps"
+        return f"{subject} moved {moved[0]} over the slow link per step with {first.strategy}; the loss went {change}."
     return (
         f"{subject} moved {moved[0]} over the slow link per step with {first.strategy} and {moved[1]} with "
         f"{last.strategy}; {_agreement(first, last)}."
@@ -192,9 +185,7 @@ def _svg(name: str, figure: Figure) -> str:
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
-        figure.savefig(
-            buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None}
-        )
+        figure.savefig(buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'\bid="', f'id="{name}-', text)

@@ -1,8 +1,8 @@
 """One rank's view of one attention site: which rows it sends, receives and computes.
 
 A row is one head of one token. Local Q is [T, H, D], seen as T*H rows; the Q rows of a rank's tiles lie tile after tile
-as [queries, heads, D]. A RowMap connects the two row spaces over a block of ranks, and its inverse is derived by swapping
-its two sides, never built again: the way back, and both backward passes, use the same table.
+as [queries, heads, D]. A RowMap connects the two row spaces over a block of ranks, and its inverse is derived by
+swapping its two sides, never built again: the way back, and both backward passes, use the same table.
 """
 
 from __future__ import annotations
@@ -139,7 +139,14 @@ def _heads(h0: Ints, h1: Ints, spec: AttentionSpec, is_query: bool) -> tuple[Int
 
 
 def _shard_side(
-    leaving: Transfers, shards: Table[Shard], tiles: Table[Tile], my_shards: Ints, spec: AttentionSpec, peers: Block, *, is_query: bool
+    leaving: Transfers,
+    shards: Table[Shard],
+    tiles: Table[Tile],
+    my_shards: Ints,
+    spec: AttentionSpec,
+    peers: Block,
+    *,
+    is_query: bool,
 ) -> Side:
     """Rows of the local [T, heads] that go to each peer."""
     lengths = shards.column("hi")[my_shards] - shards.column("lo")[my_shards]
@@ -153,7 +160,15 @@ def _shard_side(
     return _side(rows, (hi - lo) * (h1 - h0), leaving.dst, peers, int(lengths.sum()) * num_heads)
 
 
-def _tile_side(arriving: Transfers, tiles: Table[Tile], my_tiles: Ints, spec: AttentionSpec, peers: Block, *, is_query: bool) -> Side:
+def _tile_side(
+    arriving: Transfers,
+    tiles: Table[Tile],
+    my_tiles: Ints,
+    spec: AttentionSpec,
+    peers: Block,
+    *,
+    is_query: bool,
+) -> Side:
     """Rows of this rank's tiles that come from each peer; each tile's rows are [tokens, heads], tile after tile."""
     mine = {name: tiles.column(name)[my_tiles] for name in Tile._fields}
     begin = mine["q0"] if is_query else mine["k0"]
@@ -196,7 +211,7 @@ def _kernel_calls(rows: Ints, spec: AttentionSpec) -> tuple[KernelCall, ...]:
 
 
 def _segments(tile: Tile, chunk: int | None) -> Iterator[tuple[int, int]]:
-    """(queries, keys) of a tile's kernel segments: one, or one per chunk of positions, since chunks see only themselves."""
+    """(queries, keys) of a tile's kernel segments: one, or one per chunk of positions."""
     for lo in range(tile.k0, tile.q1, chunk or tile.q1):
         hi = min(lo + chunk, tile.q1) if chunk else tile.q1
         yield hi - max(lo, tile.q0), hi - lo

@@ -57,13 +57,19 @@ class Routes:
 
 
 def build_routes(
-    plan: StepPlan, index: int, world: World, *, meter: Meter | None = None, backend: str = "auto", device: torch.device | None = None
+    plan: StepPlan,
+    index: int,
+    world: World,
+    *,
+    meter: Meter | None = None,
+    backend: str = "auto",
+    device: torch.device | None = None,
 ) -> Routes:
-    """The routes of this rank for micro-batch `index` of the plan. Runs no collective and may run ahead, on any thread."""
+    """The routes of this rank for micro-batch `index` of the plan. No collective: it may run ahead, on any thread."""
     if (plan.num_ranks, plan.ranks_per_node) != (world.num_ranks, world.ranks_per_node):
         raise SpecError(
-            f"the plan is for {plan.num_ranks} ranks, {plan.ranks_per_node} per node, but the run has {world.num_ranks} "
-            f"ranks, {world.ranks_per_node} per node: plan with the cluster that you run on"
+            f"the plan is for {plan.num_ranks} ranks, {plan.ranks_per_node} per node, but the run has "
+            f"{world.num_ranks} ranks, {world.ranks_per_node} per node: plan with the cluster that you run on"
         )
     microbatch = plan.microbatches[index]
     device = device or torch.device("cpu")
@@ -75,7 +81,11 @@ def build_routes(
     shard_block = next((b for b in blocks if b.lo <= world.rank < b.hi), None)
     routes = {
         kind: build_route(
-            microbatch, kind, spec, world.rank, exchange_blocks(microbatch, kind, plan.num_ranks, plan.ranks_per_node)
+            microbatch,
+            kind,
+            spec,
+            world.rank,
+            exchange_blocks(microbatch, kind, plan.num_ranks, plan.ranks_per_node),
         ).to(device)
         for kind, spec in plan.attention.items()
     }
@@ -89,7 +99,9 @@ def build_routes(
         piece_index=torch.from_numpy(piece_index).to(device),
         piece_samples=local[:, 0],
         shard_block=shard_block,
-        shared_samples=_shared_samples(microbatch.shards.column("sample"), microbatch.shards.column("rank"), shard_block),
+        shared_samples=_shared_samples(
+            microbatch.shards.column("sample"), microbatch.shards.column("rank"), shard_block
+        ),
     )
 
 
@@ -107,7 +119,10 @@ def plan_blocks(plan: StepPlan) -> set[Block]:
     return {
         block
         for microbatch in plan.microbatches
-        for blocks in (shard_blocks(microbatch, *size), *(exchange_blocks(microbatch, kind, *size) for kind in plan.attention))
+        for blocks in (
+            shard_blocks(microbatch, *size),
+            *(exchange_blocks(microbatch, kind, *size) for kind in plan.attention),
+        )
         for block in blocks
     }
 
@@ -182,7 +197,8 @@ def attention(
     """Causal attention of this rank's packed tokens, wherever the plan computes it.
 
     q: [T, H, D], k: [T, Hk, D], v: [T, Hk, Dv]: the local tokens, in the order of the micro-batch; T may be 0.
-    kind: the layer kind, e.g. "full_attention"; window: the sliding window if the caller wants it checked against the plan's.
+    kind: the layer kind, e.g. "full_attention"; window: the sliding window if the caller wants it checked against
+    the plan's.
     scale: of the scores, default D ** -0.5. sinks: [H], a logit per head that takes part in the softmax only.
     Returns [T, H, Dv]. Runs two all-to-alls where this rank's exchange block is wider than one rank, else none.
     Raises SpecError for shapes or windows that are not the plan's.
@@ -200,7 +216,12 @@ def attention(
 
 
 def _attend(
-    rows: tuple[Tensor, ...], route: Route, spec: AttentionSpec, scale: float | None, sinks: Tensor | None, backend: str
+    rows: tuple[Tensor, ...],
+    route: Route,
+    spec: AttentionSpec,
+    scale: float | None,
+    sinks: Tensor | None,
+    backend: str,
 ) -> Tensor:
     """Run the kernel calls over the tile-side rows; [rows, Dv] in tile order."""
     q_rows, k_rows, v_rows = rows
@@ -224,7 +245,14 @@ def _attend(
 
 
 def _check_call(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kind: str, window: int | None, sinks: Tensor | None, num_tokens: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    kind: str,
+    window: int | None,
+    sinks: Tensor | None,
+    num_tokens: int,
 ) -> None:
     expected = {
         "q": (num_tokens, spec.num_heads, spec.head_dim),
@@ -234,12 +262,18 @@ def _check_call(
     for (name, shape), tensor in zip(expected.items(), (q, k, v), strict=True):
         if tuple(tensor.shape) != shape:
             raise SpecError(
-                f"{kind}: {name} has shape {tuple(tensor.shape)}, the plan expects [tokens, heads, dim] = {shape}: packed rows "
-                "without a batch dimension, heads before dim, KV heads not expanded"
+                f"{kind}: {name} has shape {tuple(tensor.shape)}, the plan expects [tokens, heads, dim] = {shape}: "
+                "packed rows without a batch dimension, heads before dim, KV heads not expanded"
             )
     if not q.dtype == k.dtype == v.dtype:
-        raise SpecError(f"{kind}: q, k and v travel in one buffer and need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise SpecError(
+            f"{kind}: q, k and v travel in one buffer and need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if window is not None and window != spec.window:
-        raise UnsupportedError(f"{kind}: the layer asks for window={window}, the plan was made for window={spec.window}")
+        raise UnsupportedError(
+            f"{kind}: the layer asks for window={window}, the plan was made for window={spec.window}"
+        )
     if sinks is not None and tuple(sinks.shape) != (spec.num_heads,):
-        raise SpecError(f"{kind}: sinks have shape {tuple(sinks.shape)}, expected one per query head: ({spec.num_heads},)")
+        raise SpecError(
+            f"{kind}: sinks have shape {tuple(sinks.shape)}, expected one per query head: ({spec.num_heads},)"
+        )

@@ -49,8 +49,8 @@ class AttentionSpec(Record):
     def _check(self) -> AttentionSpec:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; legal num_kv_heads: "
-                f"{[k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]}"
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                f"legal num_kv_heads: {[k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]}"
             )
         if self.window is not None and self.chunk is not None:
             raise ValueError("a layer kind has a window or a chunk, not both")
@@ -125,7 +125,9 @@ class ModelSpec(Record):
             (CHUNKED, "attention_chunk_size", self.attention_chunk_size),
         ):
             if (kind in self.layer_types) != (value is not None):
-                raise ValueError(f"{key}={value}, but layer_types {'has' if kind in self.layer_types else 'has no'} {kind}")
+                raise ValueError(
+                    f"{key}={value}, but layer_types {'has' if kind in self.layer_types else 'has no'} {kind}"
+                )
         for key in ("kv_heads_by_kind", "head_dim_by_kind"):
             unused = sorted(set(getattr(self, key)) - set(self.layer_types))
             if unused:
@@ -154,7 +156,7 @@ class ModelSpec(Record):
 
     def num_layers_of(self, kind: str) -> int:
         """How many layers have this kind."""
-        return self.all_layer_types.count(kind)  # type: ignore[arg-type]
+        return self.all_layer_types.count(kind)
 
     def attention(self, kind: LayerKind) -> AttentionSpec:
         """The attention of one layer kind."""
@@ -201,7 +203,9 @@ class ClusterSpec(Record):
 def preset_names(prefix: str) -> list[str]:
     """Names of the presets shipped with the package whose file starts with `prefix` ("cluster" or "model")."""
     files = resources.files("layerwise.presets").iterdir()
-    return sorted(f.name.removesuffix(".yaml").removeprefix(f"{prefix}-") for f in files if f.name.startswith(f"{prefix}-"))
+    return sorted(
+        f.name.removesuffix(".yaml").removeprefix(f"{prefix}-") for f in files if f.name.startswith(f"{prefix}-")
+    )
 
 
 def load_cluster(source: str | Path) -> ClusterSpec:
@@ -246,7 +250,9 @@ def _explain(cls: type[Record], fault: Any, source: str) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     text = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        return f"{source}: unknown option {where!r}; legal here: {', '.join(sorted(_fields_at(cls, fault['loc'][:-1])))}"
+        return (
+            f"{source}: unknown option {where!r}; legal here: {', '.join(sorted(_fields_at(cls, fault['loc'][:-1])))}"
+        )
     shown = "" if fault["type"] in ("missing", "value_error") else f" (got {fault['input']!r})"
     return f"{source}: {where + ': ' if where else ''}{text}{shown}"
 

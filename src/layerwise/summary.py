@@ -172,9 +172,7 @@ def _sample_row(plan: StepPlan, index: int, microbatch: MicrobatchPlan, sample: 
         num_tokens=plan.lengths[sample],
         microbatch=index,
         owner_ranks=_span_text(_ranks_of(microbatch.shards, sample)),
-        attention_ranks={
-            kind: _span_text(_ranks_of(tiles, sample)) for kind, tiles in microbatch.tiles.items()
-        },
+        attention_ranks={kind: _span_text(_ranks_of(tiles, sample)) for kind, tiles in microbatch.tiles.items()},
     )
 
 

@@ -33,7 +33,9 @@ class Transfers:
     k_hi: Ints
 
 
-def match(shards: Table[Shard], tiles: Table[Tile], shard_rows: Ints | None = None, tile_rows: Ints | None = None) -> Transfers:
+def match(
+    shards: Table[Shard], tiles: Table[Tile], shard_rows: Ints | None = None, tile_rows: Ints | None = None
+) -> Transfers:
     """All shard-tile pairs that share tokens, or those among the given row numbers (ascending)."""
     s_index = np.arange(len(shards)) if shard_rows is None else shard_rows
     t_index = np.arange(len(tiles)) if tile_rows is None else tile_rows
@@ -97,7 +99,7 @@ def covering_block(lo: int, hi: int, num_ranks: int, ranks_per_node: int) -> Blo
             return Block(first, min(first + size, node + ranks_per_node, num_ranks))
         size *= 2
     size = ranks_per_node
-    while not lo // size == hi // size:
+    while lo // size != hi // size:
         size *= 2
     return Block(lo // size * size, min((lo // size + 1) * size, num_ranks))
 

@@ -30,9 +30,7 @@ def documented_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Te
     return torch.cat(outputs)
 
 
-def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
-) -> None:
+def check_operands(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -68,9 +66,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         assert causal
         seen.append(deterministic)
         left, _ = window_size  # causal means no key to the right
-        return documented_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, window_size=(left, 0)
-        )
+        return documented_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, window_size=(left, 0))
 
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -95,9 +91,7 @@ def torch_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         check_operands(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
         assert enable_gqa or query.shape[1] == key.shape[1]
-        return documented_attention(
-            query, key, value, cu_seq_q, cu_seq_k, scale=scale, window_size=window_size
-        )
+        return documented_attention(query, key, value, cu_seq_q, cu_seq_k, scale=scale, window_size=window_size)
 
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)

@@ -47,9 +47,7 @@ def run(
 ) -> list[Tensor]:
     """The output and the gradients of q, k, v (and sinks)."""
     q, k, v, sinks = (x.clone().requires_grad_() for x in inputs[:4])
-    out = varlen_attention(
-        q, k, v, segments, window=window, sinks=sinks if with_sinks else None, backend=backend
-    )
+    out = varlen_attention(q, k, v, segments, window=window, sinks=sinks if with_sinks else None, backend=backend)
     wanted = [q, k, v, sinks] if with_sinks else [q, k, v]
     return [out, *torch.autograd.grad(out, wanted, inputs[4])]
 
@@ -81,9 +79,7 @@ def test_sdpa_equals_the_reference(segments: Segments, with_sinks: bool, window:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dims", [(6, 6), (8, 4), (4, 8), (5, 3)])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1), (1, 1)])
-def test_sdpa_takes_any_heads_dims_and_dtype(
-    heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_sdpa_takes_any_heads_dims_and_dtype(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     segments = Segments((20, 3, 17), (20, 3, 30))
     inputs = make_inputs(segments, heads, dims, dtype)
     for with_sinks in (False, True):

@@ -40,9 +40,7 @@ def test_no_segments_have_offsets_too() -> None:
         ((-1,), (2,), "-1"),
     ],
 )
-def test_impossible_segments_are_refused(
-    q_lens: tuple[int, ...], k_lens: tuple[int, ...], message: str
-) -> None:
+def test_impossible_segments_are_refused(q_lens: tuple[int, ...], k_lens: tuple[int, ...], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Segments(q_lens, k_lens)
 

@@ -13,9 +13,7 @@ from layerwise.spec import record_from
 
 
 def load(source, vocab_size=None, **options):
-    return load_corpus(
-        record_from(DataConfig, {"source": str(source), **options}, "test"), vocab_size=vocab_size
-    )
+    return load_corpus(record_from(DataConfig, {"source": str(source), **options}, "test"), vocab_size=vocab_size)
 
 
 def text_of(sample):

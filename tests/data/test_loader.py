@@ -17,7 +17,12 @@ SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=4, v_head_dim=4)
 
 def halves(lengths: list[int]) -> StepPlan:
     """Every sample on two ranks."""
-    shards = [s for i, n in enumerate(lengths) for s in (Shard(i, 0, 0, -(-n // 2)), Shard(i, 1, -(-n // 2), n)) if s.hi > s.lo]
+    shards = [
+        s
+        for i, n in enumerate(lengths)
+        for s in (Shard(i, 0, 0, -(-n // 2)), Shard(i, 1, -(-n // 2), n))
+        if s.hi > s.lo
+    ]
     tiles = {"full_attention": tile_table([Tile(i, 0, 0, n, 0, 0, 1) for i, n in enumerate(lengths)])}
     return StepPlan(
         strategy="halves",
@@ -31,7 +36,9 @@ def halves(lengths: list[int]) -> StepPlan:
 
 
 def load(dataset: object, **options: object) -> list[list]:
-    return LocalWorld(2, 2).run(lambda world: list(PlannedLoader(dataset=dataset, planner=halves, world=world, **options)))
+    return LocalWorld(2, 2).run(
+        lambda world: list(PlannedLoader(dataset=dataset, planner=halves, world=world, **options))
+    )
 
 
 def test_labels_are_shifted_before_the_cut() -> None:
@@ -48,7 +55,10 @@ def test_labels_are_shifted_before_the_cut() -> None:
 
 
 def test_given_labels_and_records() -> None:
-    dataset = [{"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}, Sample(name="x", input_ids=np.array([4, 5]))]
+    dataset = [
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, -100]},
+        Sample(name="x", input_ids=np.array([4, 5])),
+    ]
     (step,), _ = load(dataset, steps=[[0, 1]])
     assert step.num_valid_tokens == 2
     assert step.microbatches[0].shift_labels.tolist() == [2, -100, 5]
@@ -77,7 +87,12 @@ def test_bad_samples_are_named(sample: object, message: str) -> None:
 
 
 def test_sample_over_budget_reaches_the_loop_as_an_error() -> None:
-    planner = Planner(strategy="dynamic", cluster=ClusterSpec(num_nodes=1, ranks_per_node=1), model=tiny_model(8, 2), max_tokens_per_rank=4)
+    planner = Planner(
+        strategy="dynamic",
+        cluster=ClusterSpec(num_nodes=1, ranks_per_node=1),
+        model=tiny_model(8, 2),
+        max_tokens_per_rank=4,
+    )
     with pytest.raises(InfeasibleError, match="5"):
         list(PlannedLoader(dataset=[[1] * 5], planner=planner, world=solo_world(), steps=[[0]]))
 
@@ -86,7 +101,15 @@ def test_leaving_the_loop_early_stops_the_planning_thread() -> None:
     import threading
 
     for step in PlannedLoader(
-        dataset=[[1] * 4], planner=Planner(strategy="dynamic", cluster=ClusterSpec(num_nodes=1, ranks_per_node=1), model=tiny_model(8, 2), max_tokens_per_rank=4), world=solo_world(), steps=[[0]] * 50
+        dataset=[[1] * 4],
+        planner=Planner(
+            strategy="dynamic",
+            cluster=ClusterSpec(num_nodes=1, ranks_per_node=1),
+            model=tiny_model(8, 2),
+            max_tokens_per_rank=4,
+        ),
+        world=solo_world(),
+        steps=[[0]] * 50,
     ):
         assert step.index == 0
         break

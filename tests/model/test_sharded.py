@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tests.random_plans import random_step
-from tests.reference import Sample, reference_loss
 from torch import Tensor
 
 from layerwise.groups import LocalWorld, World
@@ -13,6 +11,8 @@ from layerwise.model import HybridLM, ModelOptions
 from layerwise.plan import StepPlan
 from layerwise.runtime import agree, build_routes, use_routes
 from layerwise.spec import ModelSpec
+from tests.random_plans import random_step
+from tests.reference import Sample, reference_loss
 
 LENGTHS = [37, 51, 1, 13]
 BALANCE_COEF = 0.1

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.reference import Sample, reference_loss
 from torch import Tensor
 
 from layerwise import runtime
@@ -13,6 +12,7 @@ from layerwise.errors import SpecError
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.model.transformer import rotate
 from layerwise.spec import ModelSpec
+from tests.reference import Sample, reference_loss
 
 F64 = ModelOptions(dtype=torch.float64, init_std=0.3, seed=1)
 BASE = {
@@ -116,9 +116,7 @@ def test_rows_depend_on_true_positions_not_on_the_place_in_the_shard() -> None:
     whole = rotate(x, model._rope_table("full_attention", torch.arange(12)))
     shard = rotate(x[5:9], model._rope_table("full_attention", torch.arange(5, 9)))
     assert torch.equal(shard, whole[5:9])
-    assert not torch.allclose(
-        rotate(x[5:9], model._rope_table("full_attention", torch.arange(4))), whole[5:9]
-    )
+    assert not torch.allclose(rotate(x[5:9], model._rope_table("full_attention", torch.arange(4))), whole[5:9])
 
 
 def test_scores_depend_on_distance_alone_far_into_a_sample() -> None:
@@ -173,9 +171,7 @@ def test_checkpointing_wraps_each_layer_and_changes_nothing(local, monkeypatch: 
     monkeypatch.setattr(runtime, "checkpoint", lambda fn, *args: wrapped.append(fn) or fn(*args))
     position_ids, ids = local(MOE, [6]), random_ids(6)[0]
     plain = HybridLM(MOE, F64)
-    saving = HybridLM(
-        MOE, ModelOptions(dtype=torch.float64, init_std=0.3, seed=1, activation_checkpointing=True)
-    )
+    saving = HybridLM(MOE, ModelOptions(dtype=torch.float64, init_std=0.3, seed=1, activation_checkpointing=True))
     assert torch.equal(saving(ids, position_ids).logits, plain(ids, position_ids).logits)
     assert wrapped == list(saving.layers)
 

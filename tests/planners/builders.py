@@ -51,9 +51,7 @@ WIDE_CLUSTER = make_cluster(
     peak_flops_per_s=2e9,
     element_bytes=4,
 )
-WIDE_MODEL = make_model(
-    num_kv_heads=4, hidden_size=64, head_dim=16, sliding_window=256, intermediate_size=192
-)
+WIDE_MODEL = make_model(num_kv_heads=4, hidden_size=64, head_dim=16, sliding_window=256, intermediate_size=192)
 
 
 def wide_plan(strategy: str, lengths: list[int], budget: int = 2560, **options: Any) -> StepPlan:

@@ -37,9 +37,7 @@ def test_uniform_short_samples_stay_on_single_ranks(num_ranks: int) -> None:
 
 
 def test_fewer_samples_than_ranks_leave_ranks_empty() -> None:
-    plan = plan_step(
-        [5, 3], cluster=make_cluster(16), model=make_model(), strategy="dynamic", max_tokens_per_rank=9
-    )
+    plan = plan_step([5, 3], cluster=make_cluster(16), model=make_model(), strategy="dynamic", max_tokens_per_rank=9)
     assert _degrees(plan) == [[1, 1]]
 
 
@@ -47,14 +45,10 @@ def test_a_sample_twice_as_long_has_more_attention_than_two_halves() -> None:
     """[1024, 512, 512] on two nodes of two ranks: the long one gets a node of its own, and nothing wider."""
     cluster = make_cluster(4, message_latency_s=0.0, peak_flops_per_s=2e9, slow_bytes_per_s=1e3)
     model = make_model(layer_types=("full_attention",), sliding_window=None)
-    plan = plan_step(
-        [1024, 512, 512], cluster=cluster, model=model, strategy="dynamic", max_tokens_per_rank=1024
-    )
+    plan = plan_step([1024, 512, 512], cluster=cluster, model=model, strategy="dynamic", max_tokens_per_rank=1024)
     (microbatch,) = plan.microbatches
     ranks = {
-        sample: set(range(p.first_rank, p.first_rank + p.sp_degree))
-        for p in microbatch.parents
-        for sample in p.samples
+        sample: set(range(p.first_rank, p.first_rank + p.sp_degree)) for p in microbatch.parents for sample in p.samples
     }
     assert len(ranks[0]) == 2
     assert not ranks[0] & (ranks[1] | ranks[2])

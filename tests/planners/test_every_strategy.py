@@ -95,9 +95,7 @@ def test_any_pattern_of_layers(strategy: str, kinds: tuple[str, ...], sync: str)
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_layer_kinds_may_differ_in_kv_heads_and_head_dim(strategy: str) -> None:
-    model = make_model(
-        kv_heads_by_kind={"sliding_attention": 8}, head_dim_by_kind={"full_attention": 24}, v_head_dim=4
-    )
+    model = make_model(kv_heads_by_kind={"sliding_attention": 8}, head_dim_by_kind={"full_attention": 24}, v_head_dim=4)
     plan_step([500, 60, 5], cluster=make_cluster(16), model=model, strategy=strategy, max_tokens_per_rank=70)
 
 
@@ -171,7 +169,5 @@ def test_lengths_may_be_an_array() -> None:
 def test_presets_plan(cluster: str, model: str) -> None:
     spec, decoder = load_cluster(cluster), load_model(model)
     lengths = [60000, *long_tailed(0, 40, cap=20000, log_mean=7.0)]
-    plan = plan_step(
-        lengths, cluster=spec, model=decoder, strategy="repack+parents", max_tokens_per_rank=16384
-    )
+    plan = plan_step(lengths, cluster=spec, model=decoder, strategy="repack+parents", max_tokens_per_rank=16384)
     assert 0 < predict(plan, spec, decoder).mfu < 1

@@ -57,9 +57,7 @@ def test_heads_split_on_kv_groups(heads: tuple[int, int], degree: int, shares: l
 def test_more_ranks_than_heads_share_queries() -> None:
     shares = head_shares(16, _spec(4, 1))
     assert len(shares) == 16
-    assert {(s.h0, s.h1, s.part, s.parts) for s in shares} == {
-        (h, h + 1, p, 4) for h in range(4) for p in range(4)
-    }
+    assert {(s.h0, s.h1, s.part, s.parts) for s in shares} == {(h, h + 1, p, 4) for h in range(4) for p in range(4)}
 
 
 def test_larger_shares_take_turns() -> None:
@@ -82,9 +80,7 @@ def test_query_cuts_have_equal_pairs(mask: dict[str, int], parts: int) -> None:
 
 def test_three_tokens_on_32_ranks() -> None:
     rows = tile_rows(place([_group(32)]), np.array([3]), _spec(4, 1))
-    covered = sorted(
-        (q, h) for _, _, q0, q1, _, h0, h1 in rows.tolist() for q in range(q0, q1) for h in range(h0, h1)
-    )
+    covered = sorted((q, h) for _, _, q0, q1, _, h0, h1 in rows.tolist() for q in range(q0, q1) for h in range(h0, h1))
     assert covered == [(q, h) for q in range(3) for h in range(4)]
 
 
@@ -96,9 +92,7 @@ def test_tiles_start_at_the_first_key_of_the_mask() -> None:
 
 def test_children_take_shards_and_sparse_tiles_only() -> None:
     parent = _group(4, 2)
-    child = place(
-        [Parent(first_rank=1, sp_degree=1, samples=(0,)), Parent(first_rank=2, sp_degree=2, samples=(1,))]
-    )
+    child = place([Parent(first_rank=1, sp_degree=1, samples=(0,)), Parent(first_rank=2, sp_degree=2, samples=(1,))])
     attention = {"full_attention": _spec(), "sliding_attention": _spec(window=4)}
     microbatch = lay_out(np.array([12, 8]), attention, [parent], {parent: child})
     assert microbatch.shards.rows.tolist() == [[0, 1, 0, 12], [1, 2, 0, 4], [1, 3, 4, 8]]

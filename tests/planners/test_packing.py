@@ -91,6 +91,4 @@ def test_parts_respect_the_capacity(longest_together: bool) -> None:
     assert parts is not None
     assert np.bincount(parts, weights=tokens).max() <= capacity
     assert set(parts.tolist()) == {0, 1, 2}
-    assert (
-        split_parts(tokens, tokens * 1.0, 3, int(tokens.sum() / 4), longest_together=longest_together) is None
-    )
+    assert split_parts(tokens, tokens * 1.0, 3, int(tokens.sum() / 4), longest_together=longest_together) is None

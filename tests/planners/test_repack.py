@@ -38,10 +38,7 @@ def test_sparse_layers_leave_the_slow_link(strategy: str) -> None:
     assert _slow_bytes(repacked, "full_attention") > 0
     assert repacked.notes["repacked"] >= 1
     assert repacked.notes["fallbacks"] == 0
-    assert (
-        predict(repacked, WIDE_CLUSTER, WIDE_MODEL).seconds
-        < predict(dynamic, WIDE_CLUSTER, WIDE_MODEL).seconds
-    )
+    assert predict(repacked, WIDE_CLUSTER, WIDE_MODEL).seconds < predict(dynamic, WIDE_CLUSTER, WIDE_MODEL).seconds
 
 
 @pytest.mark.parametrize("strategy", ["repack", "repack+parents"])
@@ -70,9 +67,7 @@ def test_repack_keeps_the_parents_of_dynamic() -> None:
 
 def test_children_are_level_and_narrow() -> None:
     """16 equal samples on a parent of 16 ranks need no sharing; one long sample takes all of a node."""
-    placement = solve_children(
-        _problem([500] * 16), Parent(first_rank=0, sp_degree=16, samples=tuple(range(16)))
-    )
+    placement = solve_children(_problem([500] * 16), Parent(first_rank=0, sp_degree=16, samples=tuple(range(16))))
     assert placement is not None
     assert sorted(placement.first.tolist()) == list(range(16))
     assert set(placement.degree.tolist()) == {1}
@@ -91,9 +86,7 @@ def test_children_share_tokens_evenly(seed: int) -> None:
     for microbatch in plan.microbatches:
         for parent in microbatch.parents:
             if parent.repacked:
-                tokens = microbatch.tokens_per_rank(16)[
-                    parent.first_rank : parent.first_rank + parent.sp_degree
-                ]
+                tokens = microbatch.tokens_per_rank(16)[parent.first_rank : parent.first_rank + parent.sp_degree]
                 level = max(tokens.mean(), max(plan.lengths[s] for s in parent.samples) / 8)
                 assert tokens.max() <= 1.15 * level
 
@@ -151,9 +144,7 @@ def test_gains_of_microbatches_must_add_up() -> None:
     some = repack_microbatch(problem, (Parent(first_rank=0, sp_degree=1, samples=(0,)),), RepackOptions())
 
     def with_rank_s(*rank_s: float) -> Repacked:
-        return replace(
-            some, prediction=replace(some.prediction, rank_s=np.array(rank_s), seconds=max(rank_s))
-        )
+        return replace(some, prediction=replace(some.prediction, rank_s=np.array(rank_s), seconds=max(rank_s)))
 
     old, new = [with_rank_s(3, 0), with_rank_s(0, 3)], [with_rank_s(2, 0), with_rank_s(2, 0)]
     assert keep_if_faster(problem, new, old) is old

@@ -16,8 +16,12 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 
 def specs(num_heads: int, num_kv_heads: int, head_dim: int = 4, v_head_dim: int = 4) -> dict[str, AttentionSpec]:
-    size = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
-    return {FULL: AttentionSpec(**size), SLIDING: AttentionSpec(**size, window=5), CHUNKED: AttentionSpec(**size, chunk=4)}
+    size = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    return {
+        FULL: AttentionSpec(**size),
+        SLIDING: AttentionSpec(**size, window=5),
+        CHUNKED: AttentionSpec(**size, chunk=4),
+    }
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
@@ -62,7 +66,8 @@ def run_site(plan: StepPlan, seed: int, with_sinks: bool) -> dict[str, list[Coun
             routes = build_routes(plan, 0, world, meter=meter, backend="reference")
             mine = [s for s in plan.microbatches[0].shards if s.rank == world.rank]
             local = [
-                torch.cat([inputs[s.sample][i][s.lo : s.hi] for s in mine] or [inputs[0][i][:0]]).requires_grad_() for i in range(3)
+                torch.cat([inputs[s.sample][i][s.lo : s.hi] for s in mine] or [inputs[0][i][:0]]).requires_grad_()
+                for i in range(3)
             ]
             local_weights = torch.cat([weights[s.sample][s.lo : s.hi] for s in mine] or [weights[0][:0]])
             my_sinks = None if sinks is None else sinks.clone().requires_grad_()
@@ -94,7 +99,11 @@ def run_site(plan: StepPlan, seed: int, with_sinks: bool) -> dict[str, list[Coun
 
 
 def _row_shapes(spec: AttentionSpec) -> list[tuple[int, int]]:
-    return [(spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim)]
+    return [
+        (spec.num_heads, spec.head_dim),
+        (spec.num_kv_heads, spec.head_dim),
+        (spec.num_kv_heads, spec.v_head_dim),
+    ]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (7, 7), (20, 20), (6, 3), (40, 8), (4, 1)])
@@ -123,7 +132,10 @@ def test_counted_bytes_and_calls_equal_the_prediction(seed: int) -> None:
     counts = run_site(plan, seed, with_sinks=False)
     for kind, by_rank in counts.items():
         fast, slow, calls = _definition_of_bytes(plan, kind)
-        assert (sum(c.fast_bytes for c in by_rank), sum(c.slow_bytes for c in by_rank)) == (fast * 8, slow * 8)
+        assert (sum(c.fast_bytes for c in by_rank), sum(c.slow_bytes for c in by_rank)) == (
+            fast * 8,
+            slow * 8,
+        )
         assert [c.calls for c in by_rank] == calls
 
 
@@ -144,7 +156,9 @@ def _definition_of_bytes(plan: StepPlan, kind: str) -> tuple[int, int, list[int]
             if t >= tile.q0:
                 elements += (tile.h1 - tile.h0) * (spec.head_dim + spec.v_head_dim)
             moved[rank // plan.ranks_per_node == tile.rank // plan.ranks_per_node] += 2 * elements
-    route_calls = [4 if any(rank in range(b.lo, b.hi) for b in _blocks(plan, kind)) else 0 for rank in range(plan.num_ranks)]
+    route_calls = [
+        4 if any(rank in range(b.lo, b.hi) for b in _blocks(plan, kind)) else 0 for rank in range(plan.num_ranks)
+    ]
     assert all(route_calls[rank] == 4 for rank in busy)
     return moved[True], moved[False], route_calls
 

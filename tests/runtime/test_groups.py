@@ -76,7 +76,15 @@ def test_attention_without_routes_says_what_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("lo", "hi", "expected"),
-    [(3, 3, (3, 4)), (2, 3, (2, 4)), (1, 2, (0, 4)), (3, 4, (0, 8)), (7, 8, (0, 16)), (9, 12, (8, 16)), (17, 40, (0, 48))],
+    [
+        (3, 3, (3, 4)),
+        (2, 3, (2, 4)),
+        (1, 2, (0, 4)),
+        (3, 4, (0, 8)),
+        (7, 8, (0, 16)),
+        (9, 12, (8, 16)),
+        (17, 40, (0, 48)),
+    ],
 )
 def test_covering_blocks(lo: int, hi: int, expected: tuple[int, int]) -> None:
     assert covering_block(lo, hi, num_ranks=48, ranks_per_node=8) == Block(*expected)

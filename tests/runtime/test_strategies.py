@@ -30,36 +30,45 @@ LENGTHS = {
 
 
 def tiny_model(num_heads: int, num_kv_heads: int, **changes: object) -> ModelSpec:
-    settings = dict(
-        num_layers=3,
-        layer_types=("full_attention", "sliding_attention", "chunked_attention"),
-        hidden_size=16,
-        vocab_size=31,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=4,
-        sliding_window=9,
-        attention_chunk_size=8,
-        num_experts=4,
-        experts_per_token=2,
-        moe_intermediate_size=8,
-        shared_intermediate_size=8,
-    )
-    return ModelSpec(**(settings | changes))
+    settings = {
+        "num_layers": 3,
+        "layer_types": ("full_attention", "sliding_attention", "chunked_attention"),
+        "hidden_size": 16,
+        "vocab_size": 31,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": 4,
+        "sliding_window": 9,
+        "attention_chunk_size": 8,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "moe_intermediate_size": 8,
+        "shared_intermediate_size": 8,
+    }
+    return ModelSpec.model_validate(settings | changes)
 
 
-def planner_for(strategy: str, num_ranks: int, spec: ModelSpec, lengths: Sequence[int], *, microbatches: int = 1) -> Callable[[Sequence[int]], StepPlan]:
-    """A planner with room for the lengths in about so many micro-batches; each step is planned once for all threads."""
+def planner_for(
+    strategy: str, num_ranks: int, spec: ModelSpec, lengths: Sequence[int], *, microbatches: int = 1
+) -> Callable[[Sequence[int]], StepPlan]:
+    """A planner with room for the lengths in about so many micro-batches; each step is planned once."""
     per_node = max(1, num_ranks // 2)
     # Attention is made expensive and the slow link cheap, so that wide parents exist even for tiny samples.
-    cluster = ClusterSpec(num_nodes=num_ranks // per_node, ranks_per_node=per_node, peak_flops_per_s=1e9, attention_efficiency=0.001)
+    cluster = ClusterSpec(
+        num_nodes=num_ranks // per_node,
+        ranks_per_node=per_node,
+        peak_flops_per_s=1e9,
+        attention_efficiency=0.001,
+    )
     budget = max(-(-int(1.5 * sum(lengths)) // (num_ranks * microbatches)) + 8, -(-max(lengths) // per_node))
     options = {"sp_degree": per_node} if strategy == "static" else {}
     planner = Planner(strategy=strategy, cluster=cluster, model=spec, max_tokens_per_rank=budget, options=options)
     return cache(lambda sizes: planner(list(sizes)))
 
 
-def make_samples(lengths: Sequence[int], vocab_size: int, masked: Callable[[int, int], bool] = lambda s, t: False) -> list[Sample]:
+def make_samples(
+    lengths: Sequence[int], vocab_size: int, masked: Callable[[int, int], bool] = lambda s, t: False
+) -> list[Sample]:
     rng = np.random.default_rng(sum(lengths))
     samples = []
     for s, length in enumerate(lengths):
@@ -77,7 +86,12 @@ def distributed_step(
     dataset = [{"input_ids": s.input_ids.numpy(), "labels": s.labels.numpy()} for s in samples]
 
     def on_rank(world: World) -> tuple[Tensor, list[Tensor], StepPlan]:
-        loader = PlannedLoader(dataset=dataset, planner=lambda sizes: planner(tuple(sizes)), world=world, steps=[range(len(dataset))])
+        loader = PlannedLoader(
+            dataset=dataset,
+            planner=lambda sizes: planner(tuple(sizes)),
+            world=world,
+            steps=[range(len(dataset))],
+        )
         (step,) = loader
         total, grads = torch.zeros((), dtype=torch.float64), [torch.zeros_like(p) for p in params]
         for microbatch in step.microbatches:
@@ -87,7 +101,9 @@ def distributed_step(
                 if output.router is not None:
                     counts, sums = output.router.counts, output.router.prob_sums
                     topk = model.spec.experts_per_token
-                    loss = loss + BALANCE_COEF * balance_loss(counts, sums, experts_per_token=topk, num_tokens=step.num_tokens)
+                    loss = loss + BALANCE_COEF * balance_loss(
+                        counts, sums, experts_per_token=topk, num_tokens=step.num_tokens
+                    )
             # autograd.grad, since the threads share the parameters; outside the context, as a training loop would.
             for total_grad, grad in zip(grads, torch.autograd.grad(loss, params), strict=True):
                 total_grad += grad
@@ -112,7 +128,9 @@ def reference(model: HybridLM, samples: list[Sample]) -> tuple[Tensor, list[Tens
     return REFERENCES[key]
 
 
-def assert_equals_reference(model: HybridLM, samples: list[Sample], planner: Callable[..., StepPlan], num_ranks: int) -> StepPlan:
+def assert_equals_reference(
+    model: HybridLM, samples: list[Sample], planner: Callable[..., StepPlan], num_ranks: int
+) -> StepPlan:
     loss, grads, plan = distributed_step(model, samples, planner, num_ranks)
     expected, expected_grads = reference(model, samples)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
@@ -151,11 +169,17 @@ def test_head_counts(strategy: str, heads: tuple[int, int]) -> None:
 def test_several_microbatches_with_changing_groups(strategy: str) -> None:
     model = model_for((8, 2))
     lengths = [200, 150, 90, *[20] * 12, 3, 1]
-    plan = assert_equals_reference(model, make_samples(lengths, 31), planner_for(strategy, 8, model.spec, lengths, microbatches=3), 8)
+    plan = assert_equals_reference(
+        model, make_samples(lengths, 31), planner_for(strategy, 8, model.spec, lengths, microbatches=3), 8
+    )
     assert len(plan.microbatches) >= 2
 
 
-@pytest.mark.parametrize("masked", [lambda s, t: s == 0, lambda s, t: True, lambda s, t: t % 7 != 0], ids=["one sample", "all", "most"])
+@pytest.mark.parametrize(
+    "masked",
+    [lambda s, t: s == 0, lambda s, t: True, lambda s, t: t % 7 != 0],
+    ids=["one sample", "all", "most"],
+)
 def test_masked_labels(masked: Callable[[int, int], bool]) -> None:
     model = model_for((8, 2))
     lengths = [40, 12, 6, 5]
@@ -167,7 +191,9 @@ def test_activation_checkpointing_replays_its_own_microbatch() -> None:
     model = model_for((8, 2), activation_checkpointing=True)
     spec = model.spec
     lengths = [200, 150, 90, *[20] * 12]
-    assert_equals_reference(model, make_samples(lengths, 31), planner_for("repack", 8, spec, lengths, microbatches=3), 8)
+    assert_equals_reference(
+        model, make_samples(lengths, 31), planner_for("repack", 8, spec, lengths, microbatches=3), 8
+    )
 
 
 def test_wide_parents_are_repacked_in_these_tests() -> None:
@@ -179,16 +205,31 @@ def test_wide_parents_are_repacked_in_these_tests() -> None:
     assert any(parent.sp_degree == 16 and parent.repacked for parent in parents)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_experts": 0, "experts_per_token": 0, "moe_intermediate_size": 0, "shared_intermediate_size": 0, "intermediate_size": 24}], ids=["moe", "dense"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "num_experts": 0,
+            "experts_per_token": 0,
+            "moe_intermediate_size": 0,
+            "shared_intermediate_size": 0,
+            "intermediate_size": 24,
+        },
+    ],
+    ids=["moe", "dense"],
+)
 def test_a_sample_does_not_see_the_others(changes: dict[str, object]) -> None:
-    """Changing one sample leaves every other sample's logits as they were: to the bit without MoE, to rounding with it."""
+    """Changing one sample leaves the others' logits as they were: to the bit without MoE, to rounding with it."""
     spec = tiny_model(8, 2, **changes)
     model = HybridLM(spec, ModelOptions(dtype=torch.float64, seed=1))
     lengths = [120, 30, 17, 9, 40]
     planner = planner_for("repack+parents", 8, spec, lengths)
     before = make_samples(lengths, 31)
     after = [Sample(input_ids=(s.input_ids + 1) % 31, labels=s.labels) if i == 1 else s for i, s in enumerate(before)]
-    for sample, (a, b) in enumerate(zip(logits(model, before, planner, 8), logits(model, after, planner, 8), strict=True)):
+    for sample, (a, b) in enumerate(
+        zip(logits(model, before, planner, 8), logits(model, after, planner, 8), strict=True)
+    ):
         if sample == 1:
             assert not torch.allclose(a, b)
         elif changes:
@@ -202,7 +243,12 @@ def logits(model: HybridLM, samples: list[Sample], planner: Callable[..., StepPl
     dataset = [s.input_ids.numpy() for s in samples]
 
     def on_rank(world: World) -> list[tuple[StepPlan, int, Tensor]]:
-        loader = PlannedLoader(dataset=dataset, planner=lambda sizes: planner(tuple(sizes)), world=world, steps=[range(len(dataset))])
+        loader = PlannedLoader(
+            dataset=dataset,
+            planner=lambda sizes: planner(tuple(sizes)),
+            world=world,
+            steps=[range(len(dataset))],
+        )
         (step,) = loader
         outs = []
         for index, microbatch in enumerate(step.microbatches):

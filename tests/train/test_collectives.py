@@ -42,13 +42,20 @@ def test_two_all_to_alls_per_site_and_nothing_else(strategy: str) -> None:
         calls: Counter = Counter()
         plain_comm = world.comm
         world.comm = lambda block: None if block is None else CountingComm(plain_comm(block), calls)
-        (step,) = PlannedLoader(dataset=dataset, planner=lambda n: planner(tuple(n)), world=world, steps=[range(len(dataset))])
+        (step,) = PlannedLoader(
+            dataset=dataset, planner=lambda n: planner(tuple(n)), world=world, steps=[range(len(dataset))]
+        )
         for microbatch in step.microbatches:
             with microbatch.routes():
                 output = model(microbatch.input_ids, microbatch.position_ids)
                 between_layers = Counter(calls)
                 loss = token_loss(output.logits, microbatch.shift_labels, step.num_valid_tokens)
-                loss = loss + balance_loss(output.router.counts, output.router.prob_sums, experts_per_token=2, num_tokens=step.num_tokens)
+                loss = loss + balance_loss(
+                    output.router.counts,
+                    output.router.prob_sums,
+                    experts_per_token=2,
+                    num_tokens=step.num_tokens,
+                )
             after_loss = Counter(calls)
             torch.autograd.grad(loss, list(model.parameters()))
         assert len(step.microbatches) == 1

@@ -32,7 +32,10 @@ def test_replacements_win_over_file_and_overrides() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.learning_rat=1", r"unknown option 'optimizer.learning_rat'; legal here: betas, clip_grad_norm, learning_rate"),
+        (
+            "optimizer.learning_rat=1",
+            r"unknown option 'optimizer.learning_rat'; legal here: betas, clip_grad_norm, learning_rate",
+        ),
         ("num_step=3", r"unknown option 'num_step'; legal here: .*num_steps"),
         ("num_steps=0", r"num_steps.*greater than or equal to 1 \(got 0\)"),
         ("dtype=float16", r"dtype.*'float32', 'float64' or 'bfloat16'"),
@@ -49,7 +52,12 @@ def test_what_is_refused(override: str, message: str) -> None:
 
 
 def test_dense_model_with_a_balance_coefficient_is_refused() -> None:
-    dense = {**load_config(DEMO, []).model.model_dump(), "num_experts": 0, "experts_per_token": 0, "intermediate_size": 8}
+    dense = {
+        **load_config(DEMO, []).model.model_dump(),
+        "num_experts": 0,
+        "experts_per_token": 0,
+        "intermediate_size": 8,
+    }
     dense |= {"moe_intermediate_size": 0, "shared_intermediate_size": 0}
     with pytest.raises(SpecError, match="balance_coef has no effect"):
         load_config(DEMO, ["balance_coef=0.1"], model=dense)

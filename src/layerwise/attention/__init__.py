@@ -107,9 +107,7 @@ def _empty_output(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tens
     return q.new_zeros(0, q.shape[1], v.shape[2]) + graph
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, sinks: Tensor | None
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, sinks: Tensor | None) -> None:
     for name, rows, total in (
         ("q", q, segments.total_q),
         ("k", k, segments.total_k),
@@ -127,17 +125,11 @@ def _check(
         raise SpecError(f"k has {num_kv_heads} heads but v has {v.shape[1]}; they must be equal")
     if not num_kv_heads or num_heads % num_kv_heads:
         legal = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise SpecError(
-            f"{num_heads} query heads over {num_kv_heads} KV heads; KV heads must divide them: {legal}"
-        )
+        raise SpecError(f"{num_heads} query heads over {num_kv_heads} KV heads; KV heads must divide them: {legal}")
     if sinks is not None and sinks.shape != (num_heads,):
         raise SpecError(f"sinks has shape {tuple(sinks.shape)}; expected one per query head: ({num_heads},)")
     if window is not None and window < 1:
-        raise SpecError(
-            f"window={window}; a window counts the query's own token, so it is at least 1, or None"
-        )
+        raise SpecError(f"window={window}; a window counts the query's own token, so it is at least 1, or None")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype or x.device != q.device:
-            raise SpecError(
-                f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must be equal"
-            )
+            raise SpecError(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must be equal")

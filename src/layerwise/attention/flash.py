@@ -34,8 +34,7 @@ def flash_attention(
         from flash_attn import flash_attn_varlen_func
     except ImportError as error:
         raise UnsupportedError(
-            f"attention backend 'flash' needs flash-attn ({error}): "
-            "pip install 'layerwise[flash]', or use 'auto'"
+            f"attention backend 'flash' needs flash-attn ({error}): pip install 'layerwise[flash]', or use 'auto'"
         ) from error
     output: Tensor = flash_attn_varlen_func(
         *widen(q, k, v, HEAD_DIM_MULTIPLE),

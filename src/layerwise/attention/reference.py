@@ -22,9 +22,7 @@ def reference_attention(
     return torch.cat([_one_segment(*part, window, scale, sinks) for part in parts])
 
 
-def _one_segment(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, sinks: Tensor | None
-) -> Tensor:
+def _one_segment(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, sinks: Tensor | None) -> Tensor:
     queries_per_kv = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(queries_per_kv, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale

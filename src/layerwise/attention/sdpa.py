@@ -118,17 +118,12 @@ class _Blockwise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, window: int | None, scale: float, q: Tensor, k: Tensor, v: Tensor, *sink: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, window: int | None, scale: float, q: Tensor, k: Tensor, v: Tensor, *sink: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v, *sink)
         ctx.window, ctx.scale = window, scale
         blocks = _blocks(q.shape[2], k.shape[2], window)
         return torch.cat(
-            [
-                _attend_block(window, scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], *sink)
-                for rows, keys in blocks
-            ],
+            [_attend_block(window, scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], *sink) for rows, keys in blocks],
             dim=2,
         )
 

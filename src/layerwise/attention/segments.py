@@ -30,9 +30,7 @@ class Segments:
 
     def __post_init__(self) -> None:
         if len(self.q_lens) != len(self.k_lens):
-            raise SpecError(
-                f"{len(self.q_lens)} q_lens but {len(self.k_lens)} k_lens; a segment needs one of each"
-            )
+            raise SpecError(f"{len(self.q_lens)} q_lens but {len(self.k_lens)} k_lens; a segment needs one of each")
         for index, (q_len, k_len) in enumerate(zip(self.q_lens, self.k_lens, strict=True)):
             if not 0 <= q_len <= k_len:
                 raise SpecError(

@@ -32,9 +32,7 @@ class DataConfig(Record):
     source: str = Field(default=STDLIB, min_length=1)
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_field: str | None = Field(default=None, min_length=1)
-    extensions: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="of text files, e.g. ['.py']"
-    )
+    extensions: tuple[str, ...] | None = Field(default=None, min_length=1, description="of text files, e.g. ['.py']")
     tokenizer: str | None = Field(default=None, description="a Hugging Face tokenizer.json; None: bytes")
     max_tokens_per_sample: int | None = Field(default=None, ge=1)
     overlong: Literal["skip", "truncate", "error"] = "error"
@@ -46,9 +44,7 @@ class DataConfig(Record):
         if self.source == STDLIB:
             for key, unused in (("format", "auto"), ("text_field", None), ("extensions", None)):
                 if getattr(self, key) != unused:
-                    raise ValueError(
-                        f"{key}={getattr(self, key)!r} has no effect with source='stdlib'; leave it out"
-                    )
+                    raise ValueError(f"{key}={getattr(self, key)!r} has no effect with source='stdlib'; leave it out")
         wrong = [e for e in self.extensions or () if not e.startswith(".")]
         if wrong:
             raise ValueError(f"extensions start with a dot, as in '.py'; got {wrong}")

@@ -137,9 +137,7 @@ def _check_document(document: Document, limit: int | None, vocab_size: int | Non
     check_vocabulary(tokens, document.name, vocab_size)
     if document.labels is not None:
         labels = document.labels[:limit]
-        check_vocabulary(
-            np.where(labels == IGNORED_LABEL, 0, labels), f"{document.name} (labels)", vocab_size
-        )
+        check_vocabulary(np.where(labels == IGNORED_LABEL, 0, labels), f"{document.name} (labels)", vocab_size)
 
 
 def check_vocabulary(tokens: NDArray[Any], name: str, vocab_size: int | None) -> None:
@@ -148,9 +146,7 @@ def check_vocabulary(tokens: NDArray[Any], name: str, vocab_size: int | None) ->
     if bad.any():
         position = int(np.argmax(bad))
         legal = "0 or more" if vocab_size is None else f"[0, {vocab_size}) (the model's vocab_size)"
-        raise DataError(
-            f"sample {name!r}: token {int(tokens[position])} at position {position} is outside {legal}"
-        )
+        raise DataError(f"sample {name!r}: token {int(tokens[position])} at position {position} is outside {legal}")
 
 
 def _keep(documents: Iterator[Document], config: DataConfig, counts: Counter[str]) -> Iterator[Document]:
@@ -196,9 +192,7 @@ def _stdlib_document(path: Path, name: str, tokenizer: Tokenizer) -> Document:
     if not isinstance(tokenizer, ByteTokenizer):
         return _text_document(read_bytes(path).decode("utf-8", errors="replace"), name, tokenizer)
     num_bytes = path.stat().st_size
-    return Document(
-        name=name, num_tokens=num_bytes + tokenizer.num_framing_tokens if num_bytes else 0, path=path
-    )
+    return Document(name=name, num_tokens=num_bytes + tokenizer.num_framing_tokens if num_bytes else 0, path=path)
 
 
 def _read_byte_tokens(document: Document) -> TokenIds:
@@ -217,9 +211,7 @@ def _text_document(text: str, name: str, tokenizer: Tokenizer) -> Document:
     return Document(name=name, num_tokens=len(tokens), tokens=tokens)
 
 
-def _row_document(
-    row: dict[str, Any], name: str, where: str, config: DataConfig, tokenizer: Tokenizer
-) -> Document:
+def _row_document(row: dict[str, Any], name: str, where: str, config: DataConfig, tokenizer: Tokenizer) -> Document:
     if config.text_field is None and "input_ids" in row:
         if config.tokenizer is not None:
             raise SpecError(
@@ -246,8 +238,7 @@ def _token_document(row: dict[str, Any], name: str, where: str) -> Document:
         labels = _int_list(labels, "labels", where)
         if len(labels) != len(tokens):
             raise DataError(
-                f"{where}: {len(labels)} labels for {len(tokens)} input_ids; give one each, "
-                f"{IGNORED_LABEL} to ignore"
+                f"{where}: {len(labels)} labels for {len(tokens)} input_ids; give one each, {IGNORED_LABEL} to ignore"
             )
     return Document(
         name=name,

@@ -44,9 +44,7 @@ def _read_text(path_or_dash: str | Path, source: str) -> str:
         if data.startswith(_GZIP_MAGIC) or source.endswith(".gz"):
             data = gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{source}: not a whole gzip file ({error}); was it copied or written completely?"
-        ) from None
+        raise DataError(f"{source}: not a whole gzip file ({error}); was it copied or written completely?") from None
     except OSError as error:
         raise DataError(f"{source}: cannot be read: {error.strerror or error}") from None
     return decode_utf8(data, source)

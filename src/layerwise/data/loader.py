@@ -1,6 +1,7 @@
 """The planned loader: any dataset of token lists in, planned micro-batches of this rank's tokens out.
 
-Every rank iterates the same samples in the same order and plans by itself; ranks compare digests before they use a plan.
+Every rank iterates the same samples in the same order and plans by itself; ranks compare digests before they use a
+plan.
 Planning, routes and token slicing of coming steps run on a thread ahead of the step that needs them.
 """
 
@@ -92,7 +93,9 @@ class PlannedLoader:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens_per_step is None):
-            raise DataError("give steps= (lists of indices into a map-style dataset) or tokens_per_step= (iterable dataset)")
+            raise DataError(
+                "give steps= (lists of indices into a map-style dataset) or tokens_per_step= (iterable dataset)"
+            )
         if self.steps is not None and not hasattr(self.dataset, "__getitem__"):
             raise DataError("steps= needs a map-style dataset; give tokens_per_step= for an iterable one")
         if self.prefetch < 1:
@@ -122,7 +125,9 @@ class PlannedLoader:
             plan_s = time.perf_counter() - started
             microbatches = tuple(_local_microbatch(plan, i, samples, routes[i]) for i in range(len(routes)))
             ids = tuple(sample.sample_id for sample in samples)
-            yield _PlannedStep(index=index, plan=plan, sample_ids=ids, microbatches=microbatches, meter=meter, plan_s=plan_s)
+            yield _PlannedStep(
+                index=index, plan=plan, sample_ids=ids, microbatches=microbatches, meter=meter, plan_s=plan_s
+            )
 
     def _samples(self) -> Iterator[list[_Tokens]]:
         """The samples of each step, the same on every rank."""
@@ -169,9 +174,11 @@ class _Tokens:
         if ids.ndim != 1 or not len(ids):
             raise DataError(f"sample {sample_id}: expected a non-empty list of token ids, got shape {ids.shape}")
         if labels.shape != ids.shape:
-            raise DataError(f"sample {sample_id}: {len(ids)} input_ids but labels of shape {labels.shape}; give one label per token")
+            raise DataError(
+                f"sample {sample_id}: {len(ids)} input_ids but labels of shape {labels.shape}; give one label per token"
+            )
         for name, values in (("token", ids), ("label", labels[labels != IGNORED_LABEL])):
-            if vocab_size is not None and len(values) and not (0 <= values.min() and values.max() < vocab_size):
+            if vocab_size is not None and len(values) and not (values.min() >= 0 and values.max() < vocab_size):
                 bad = values.max() if values.max() >= vocab_size else values.min()
                 raise DataError(f"sample {sample_id}: {name} {bad} is not in [0, vocab_size={vocab_size})")
         return cls(sample_id, ids, np.append(labels[1:], IGNORED_LABEL))
@@ -195,7 +202,10 @@ def _local_microbatch(plan: StepPlan, index: int, samples: list[_Tokens], routes
         return torch.from_numpy(whole).to(routes.position_ids.device)
 
     return Microbatch(
-        input_ids=packed("input_ids"), position_ids=routes.position_ids, shift_labels=packed("shift_labels"), _routes=routes
+        input_ids=packed("input_ids"),
+        position_ids=routes.position_ids,
+        shift_labels=packed("shift_labels"),
+        _routes=routes,
     )
 
 

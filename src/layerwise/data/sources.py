@@ -47,16 +47,12 @@ def find_files(config: DataConfig) -> SourceFiles:
     source = Path(config.source)
     if source.is_file():
         if config.extensions:
-            raise SpecError(
-                f"extensions={list(config.extensions)} has no effect: source {config.source!r} is one file"
-            )
+            raise SpecError(f"extensions={list(config.extensions)} has no effect: source {config.source!r} is one file")
         root, found = source.parent, [source]
     elif source.is_dir():
         root, found = source, _walk(source)
     else:
-        raise SpecError(
-            f"source={config.source!r}: no such file or folder; legal: 'stdlib', a file, a folder"
-        )
+        raise SpecError(f"source={config.source!r}: no such file or folder; legal: 'stdlib', a file, a folder")
 
     format = _format_of(config, found)
     _refuse_unused(config, format)
@@ -94,13 +90,9 @@ def _format_of(config: DataConfig, found: list[Path]) -> Format:
 
 def _refuse_unused(config: DataConfig, format: Format) -> None:
     if config.extensions and format != "text":
-        raise SpecError(
-            f"extensions={list(config.extensions)} has no effect with format={format!r}; it selects texts"
-        )
+        raise SpecError(f"extensions={list(config.extensions)} has no effect with format={format!r}; it selects texts")
     if config.text_field and format == "text":
-        raise SpecError(
-            f"text_field={config.text_field!r} has no effect with format='text'; it names a column of rows"
-        )
+        raise SpecError(f"text_field={config.text_field!r} has no effect with format='text'; it names a column of rows")
 
 
 def _belongs(path: Path, format: Format, config: DataConfig, *, only_one: bool) -> bool:
@@ -146,9 +138,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{path}, line {number}: not a whole JSON object ({error}); is the file half-written?"
             ) from None
         if not isinstance(row, dict):
-            raise DataError(
-                f"{path}, line {number}: expected a JSON object per line, got {type(row).__name__}"
-            )
+            raise DataError(f"{path}, line {number}: expected a JSON object per line, got {type(row).__name__}")
         yield number, row
 
 

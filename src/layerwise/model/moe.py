@@ -50,9 +50,7 @@ class MoE(nn.Module):
         self.router = nn.Linear(hidden, num_experts, bias=False, dtype=dtype)
         self.gate_up = nn.Parameter(torch.empty(num_experts, hidden, 2 * width, dtype=dtype))
         self.down = nn.Parameter(torch.empty(num_experts, width, hidden, dtype=dtype))
-        self.shared = (
-            SwiGLU(hidden, spec.shared_intermediate_size, dtype) if spec.shared_intermediate_size else None
-        )
+        self.shared = SwiGLU(hidden, spec.shared_intermediate_size, dtype) if spec.shared_intermediate_size else None
 
     def forward(self, x: Tensor, piece_index: Tensor, num_pieces: int) -> tuple[Tensor, RouterStats]:
         """x [T, C], piece_index int64 [T] in [0, num_pieces) -> [T, C] and the router's sums per piece."""
@@ -110,9 +108,7 @@ def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 def _count(ids: Tensor, num_ids: int) -> Tensor:
     # Not torch.bincount, which copies the largest id to the host.
-    return torch.zeros(num_ids, dtype=torch.int64, device=ids.device).scatter_add_(
-        0, ids, torch.ones_like(ids)
-    )
+    return torch.zeros(num_ids, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
 
 
 def _sum_per_piece(probs: Tensor, experts: Tensor, piece_index: Tensor, num_pieces: int) -> RouterStats:

@@ -55,14 +55,10 @@ class HybridLM(nn.Module):
         dtype = self.options.dtype
         for kind in spec.kinds:
             if spec.attention(kind).head_dim % 2:
-                raise SpecError(
-                    f"head_dim={spec.attention(kind).head_dim} of {kind}: RoPE needs an even head_dim"
-                )
+                raise SpecError(f"head_dim={spec.attention(kind).head_dim} of {kind}: RoPE needs an even head_dim")
         with torch.device("meta"):
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
-            self.layers = nn.ModuleList(
-                DecoderLayer(spec, kind, self.options) for kind in spec.all_layer_types
-            )
+            self.layers = nn.ModuleList(DecoderLayer(spec, kind, self.options) for kind in spec.all_layer_types)
             self.norm = nn.RMSNorm(spec.hidden_size, eps=self.options.norm_eps, dtype=dtype)
             self.head = None if spec.tie_embeddings else _linear(spec.hidden_size, spec.vocab_size, dtype)
         self.to_empty(device="cpu")
@@ -97,9 +93,7 @@ class HybridLM(nn.Module):
         head_dim = self.spec.attention(kind).head_dim
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=position_ids.device) / head_dim
         angles = position_ids[:, None, None] * self.options.rope_theta**-exponent
-        return torch.stack([angles.cos(), angles.sin()]).to(
-            torch.promote_types(self.options.dtype, torch.float32)
-        )
+        return torch.stack([angles.cos(), angles.sin()]).to(torch.promote_types(self.options.dtype, torch.float32))
 
     @torch.no_grad()
     def _init_weights(self) -> None:
@@ -124,9 +118,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = nn.RMSNorm(spec.hidden_size, eps=options.norm_eps, dtype=dtype)
         self.attention = SelfAttention(spec, kind, dtype)
         self.mlp_norm = nn.RMSNorm(spec.hidden_size, eps=options.norm_eps, dtype=dtype)
-        self.mlp = (
-            MoE(spec, dtype) if spec.num_experts else SwiGLU(spec.hidden_size, spec.intermediate_size, dtype)
-        )
+        self.mlp = MoE(spec, dtype) if spec.num_experts else SwiGLU(spec.hidden_size, spec.intermediate_size, dtype)
 
     def forward(
         self, x: Tensor, rope: Tensor, piece_index: Tensor, num_pieces: int

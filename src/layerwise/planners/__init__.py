@@ -60,9 +60,7 @@ class Planner:
         self._checked_options()
 
     def _checked_options(self) -> StaticOptions | GroupOptions:
-        options = record_from(
-            STRATEGIES[self.strategy].options, dict(self.options), f"strategy {self.strategy}"
-        )
+        options = record_from(STRATEGIES[self.strategy].options, dict(self.options), f"strategy {self.strategy}")
         options.check(self.cluster)
         return options
 

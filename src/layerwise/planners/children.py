@@ -36,9 +36,7 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
     levels = np.bincount(node_of, weights=seconds[:, 0]) / node_ranks
     best: tuple[float, int, Ints] | None = None
     for tolerance in TOLERANCES:
-        filled = _fill_nodes(
-            problem, lengths, seconds, degrees, node_of, (1 + tolerance) * float(levels.max())
-        )
+        filled = _fill_nodes(problem, lengths, seconds, degrees, node_of, (1 + tolerance) * float(levels.max()))
         if filled is not None and (best is None or filled[:2] < best[:2]):
             best = filled
     if best is None:

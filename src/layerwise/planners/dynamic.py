@@ -29,9 +29,7 @@ TIGHT_FILL = 0.85
 
 def plan_dynamic(problem: StepProblem, options: GroupOptions) -> tuple[MicrobatchPlan, ...]:
     """The micro-batches with the least predicted seconds among those tried."""
-    ladder = [
-        d for d in degree_ladder(problem.cluster) if d <= (options.max_sp_degree or problem.cluster.num_ranks)
-    ]
+    ladder = [d for d in degree_ladder(problem.cluster) if d <= (options.max_sp_degree or problem.cluster.num_ranks)]
     problem.check_fits(ladder[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
     fewest = problem.fewest_microbatches
     fill = problem.lengths.sum() / (fewest * problem.cluster.num_ranks * problem.max_tokens_per_rank)
@@ -69,9 +67,7 @@ def _splits(problem: StepProblem, num_microbatches: int) -> Iterator[list[Ints]]
     """Ways to divide the samples over micro-batches: the longest together, or the work spread evenly."""
     capacity = problem.cluster.num_ranks * problem.max_tokens_per_rank
     for together in (True, False) if num_microbatches > 1 else (True,):
-        part_of = split_parts(
-            problem.lengths, problem.work_s, num_microbatches, capacity, longest_together=together
-        )
+        part_of = split_parts(problem.lengths, problem.work_s, num_microbatches, capacity, longest_together=together)
         if part_of is not None:
             parts = [np.flatnonzero(part_of == part) for part in range(num_microbatches)]
             yield [samples for samples in parts if len(samples)]
@@ -111,8 +107,7 @@ def _refined(packed: Packed) -> Packed:
 def _choose(problem: StepProblem, candidates: list[Packed]) -> MicrobatchPlan:
     """The candidate with the least predicted seconds."""
     microbatches = [
-        lay_out(problem.lengths, problem.cost.attention, form_groups(p.samples, p.blocks, p.bin_of))
-        for p in candidates
+        lay_out(problem.lengths, problem.cost.attention, form_groups(p.samples, p.blocks, p.bin_of)) for p in candidates
     ]
     return min(microbatches, key=lambda m: problem.cost.predict_microbatch(m).seconds)
 

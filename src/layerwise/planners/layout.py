@@ -46,9 +46,7 @@ def lay_out(
     children, parents = children or {}, sorted(parents, key=lambda p: p.first_rank)
     wide = place(parents)
     parts = [children.get(parent) or place([parent]) for parent in parents]
-    owners = Placement(
-        *(np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree"))
-    )
+    owners = Placement(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree")))
     return MicrobatchPlan(
         shards=shard_table(shard_rows(owners, lengths)),
         tiles={
@@ -135,9 +133,7 @@ def head_shares(degree: int, spec: AttentionSpec) -> tuple[HeadShare, ...]:
 
 def _shares_of_kv_group(first_head: int, num_heads: int, num_ranks: int) -> list[HeadShare]:
     if num_ranks <= num_heads:
-        return [
-            HeadShare(first_head + lo, first_head + hi, 0, 1) for lo, hi in _even_ranges(num_heads, num_ranks)
-        ]
+        return [HeadShare(first_head + lo, first_head + hi, 0, 1) for lo, hi in _even_ranges(num_heads, num_ranks)]
     shares = []
     for head, (lo, hi) in enumerate(_even_ranges(num_ranks, num_heads), start=first_head):
         shares += [HeadShare(head, head + 1, part, hi - lo) for part in range(hi - lo)]

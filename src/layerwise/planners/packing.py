@@ -74,11 +74,7 @@ def pack_longest_first(packing: Packing) -> Ints | None:
         for kind, heap in enumerate(heaps):
             if not heap or not may_use[item][kind]:
                 continue
-            lowest = (
-                heap[0]
-                if free[heap[0][1]] >= need
-                else min((e for e in heap if free[e[1]] >= need), default=None)
-            )
+            lowest = heap[0] if free[heap[0][1]] >= need else min((e for e in heap if free[e[1]] >= need), default=None)
             if lowest is not None and (best is None or lowest[0] + heights[item][kind] < best[0]):
                 best = (lowest[0] + heights[item][kind], kind, lowest)
         if best is None:
@@ -103,9 +99,7 @@ def refine(packing: Packing, bin_of: Ints, max_steps: int = 48) -> Ints:
     start, bin_of = bin_of, bin_of.copy()
     for _ in range(max_steps):
         loads = packing.bin_loads(bin_of)
-        changes = [
-            _best_change(packing, bin_of, loads, hot) for hot in np.unique(loads.argmax(axis=1)).tolist()
-        ]
+        changes = [_best_change(packing, bin_of, loads, hot) for hot in np.unique(loads.argmax(axis=1)).tolist()]
         gain, item, partner, target = max(changes)
         if gain <= MIN_GAIN:
             break
@@ -125,9 +119,7 @@ def _best_change(packing: Packing, bin_of: Ints, loads: Floats, hot: int) -> tup
     hot_class, target_class = packing.bin_class[hot], packing.bin_class[targets]
     arriving = packing.loads[:, partners, hot_class] * is_swap
     leaving = packing.loads[:, partners, target_class] * is_swap
-    new_hot = (
-        loads[:, hot, None, None] - packing.loads[:, items, hot_class][:, :, None] + arriving[:, None, :]
-    )
+    new_hot = loads[:, hot, None, None] - packing.loads[:, items, hot_class][:, :, None] + arriving[:, None, :]
     new_target = (loads[:, targets] - leaving)[:, None, :] + packing.loads[:, items][:, :, target_class]
 
     # First order in the p-norms: each dimension's sum of powers times the slope of its root.
@@ -159,9 +151,7 @@ def _every_kth(items: Ints) -> Ints:
     return items[:: -(-len(items) // MAX_PARTNERS) or 1]
 
 
-def _fits(
-    packing: Packing, bin_of: Ints, items: Ints, partners: Ints, targets: Ints, hot: int
-) -> NDArray[np.bool_]:
+def _fits(packing: Packing, bin_of: Ints, items: Ints, partners: Ints, targets: Ints, hot: int) -> NDArray[np.bool_]:
     """Whether both bins stay within capacity and allow their new items, bool [items, partners]."""
     used = np.bincount(bin_of, weights=packing.tokens, minlength=len(packing.bin_class)).astype(np.int64)
     free = packing.capacity_tokens - used

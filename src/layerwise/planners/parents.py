@@ -27,16 +27,12 @@ from layerwise.planners.repack import (
 )
 
 
-def plan_repack_parents(
-    problem: StepProblem, dynamic: tuple[MicrobatchPlan, ...], options: RepackOptions
-) -> Planned:
+def plan_repack_parents(problem: StepProblem, dynamic: tuple[MicrobatchPlan, ...], options: RepackOptions) -> Planned:
     """As `plan_repack`, after rebalancing parents; `moved` counts samples that changed their group."""
     before = [repack_microbatch(problem, microbatch.parents, options) for microbatch in dynamic]
     after = [_improve(problem, result, options) if result.num_parents else result for result in before]
     after = keep_if_faster(problem, after, before)
-    moved = sum(
-        _count_moved(a.microbatch.parents, b.microbatch.parents) for a, b in zip(before, after, strict=True)
-    )
+    moved = sum(_count_moved(a.microbatch.parents, b.microbatch.parents) for a, b in zip(before, after, strict=True))
     return tuple(result.microbatch for result in after), {**count_parents(after), "moved": moved}
 
 
@@ -48,9 +44,7 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
     return best
 
 
-def _candidates(
-    problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions
-) -> list[tuple[Parent, ...]]:
+def _candidates(problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions) -> list[tuple[Parent, ...]]:
     """Other memberships of the same groups: the present one refined, and one packed from scratch."""
     samples = np.array(sorted(sample for parent in parents for sample in parent.samples), dtype=np.int64)
     packing = _packing(problem, parents, samples, options)
@@ -62,9 +56,7 @@ def _candidates(
     return [_with_members(parents, samples, bin_of) for bin_of in refined]
 
 
-def _packing(
-    problem: StepProblem, parents: tuple[Parent, ...], samples: Ints, options: RepackOptions
-) -> Packing:
+def _packing(problem: StepProblem, parents: tuple[Parent, ...], samples: Ints, options: RepackOptions) -> Packing:
     """Groups are bins; wide ones communicate in full-attention layers only."""
     of_parent = [GroupClass(parent.sp_degree, is_wide(problem, parent, options)) for parent in parents]
     classes = sorted(set(of_parent))
@@ -78,18 +70,14 @@ def _packing(
         bin_class=np.array([classes.index(group) for group in of_parent]),
         tokens=lengths,
         capacity_tokens=np.array([parent.sp_degree for parent in parents]) * problem.max_tokens_per_rank,
-        allowed=np.stack(
-            [lengths <= node_tokens if c.repacked else lengths == lengths for c in classes], axis=1
-        ),
+        allowed=np.stack([lengths <= node_tokens if c.repacked else lengths == lengths for c in classes], axis=1),
     )
 
 
 def _with_members(parents: tuple[Parent, ...], samples: Ints, bin_of: Ints) -> tuple[Parent, ...]:
     members = [tuple(samples[bin_of == index].tolist()) for index in range(len(parents))]
     return tuple(
-        replace(parent, samples=own, repacked=False)
-        for parent, own in zip(parents, members, strict=True)
-        if own
+        replace(parent, samples=own, repacked=False) for parent, own in zip(parents, members, strict=True) if own
     )
 
 

@@ -77,17 +77,11 @@ def check_lengths(lengths: Sequence[int] | Ints) -> Ints:
     """The lengths as int64 [samples]. Raises DataError for no samples, empty ones and fractions."""
     array = np.asarray(lengths)
     if array.ndim != 1 or array.size == 0:
-        raise DataError(
-            f"a step needs at least one sample length, got {array.size} in {array.ndim} dimension(s)"
-        )
+        raise DataError(f"a step needs at least one sample length, got {array.size} in {array.ndim} dimension(s)")
     if array.dtype.kind not in "iu":
-        raise DataError(
-            f"sample lengths are whole numbers of tokens, got {array.dtype} (first: {array.flat[0]})"
-        )
+        raise DataError(f"sample lengths are whole numbers of tokens, got {array.dtype} (first: {array.flat[0]})")
     if array.min() < 1:
-        raise DataError(
-            f"sample {int(array.argmin())} has {int(array.min())} tokens; every sample needs at least 1"
-        )
+        raise DataError(f"sample {int(array.argmin())} has {int(array.min())} tokens; every sample needs at least 1")
     return array.astype(np.int64)
 
 
@@ -108,9 +102,7 @@ def degree_ladder(cluster: ClusterSpec) -> list[int]:
 def aligned_block(rank: int, degree: int, cluster: ClusterSpec) -> Block:
     """The block of `degree` ranks that holds `rank`; shorter where a node or the cluster ends first."""
     node = rank // cluster.ranks_per_node * cluster.ranks_per_node
-    base, end = (
-        (node, node + cluster.ranks_per_node) if degree < cluster.ranks_per_node else (0, cluster.num_ranks)
-    )
+    base, end = (node, node + cluster.ranks_per_node) if degree < cluster.ranks_per_node else (0, cluster.num_ranks)
     lo = base + (rank - base) // degree * degree
     return Block(lo, min(lo + degree, end))
 

@@ -49,9 +49,7 @@ def plan_repack(problem: StepProblem, dynamic: tuple[MicrobatchPlan, ...], optio
     """The micro-batches of `dynamic` with children, and how many parents were repacked and fell back."""
     results = [repack_microbatch(problem, microbatch.parents, options) for microbatch in dynamic]
     if options.fallback:
-        results = keep_if_faster(
-            problem, results, [_lay_out(problem, m.parents, {}, options) for m in dynamic]
-        )
+        results = keep_if_faster(problem, results, [_lay_out(problem, m.parents, {}, options) for m in dynamic])
     return tuple(result.microbatch for result in results), count_parents(results)
 
 

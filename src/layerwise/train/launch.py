@@ -1,6 +1,7 @@
 """Starting ranks: join what torchrun started, or fork local ranks from one warmed process.
 
-Forking has 16 gloo ranks up in well under a second, where starting 16 interpreters takes half a minute. The parent never
+Forking has 16 gloo ranks up in well under a second, where starting 16 interpreters takes half a minute. The parent
+never
 computes, so no thread pool is inherited. It watches its children: the first that ends badly ends the others, and the
 parent raises one RankFailedError that says which rank and why.
 """
@@ -96,7 +97,14 @@ class _Child:
     """A forked rank and the pipe on which it says why it failed."""
 
     def __init__(
-        self, context: multiprocessing.context.ForkContext, main: RankMain, rank: int, num_ranks: int, ranks_per_node: int, timeout_s: float, store: Path
+        self,
+        context: multiprocessing.context.ForkContext,
+        main: RankMain,
+        rank: int,
+        num_ranks: int,
+        ranks_per_node: int,
+        timeout_s: float,
+        store: Path,
     ) -> None:
         self.said, end = context.Pipe(duplex=False)
         args = (main, rank, num_ranks, ranks_per_node, timeout_s, store, end, os.getpid())
@@ -115,11 +123,14 @@ class _Child:
         code = self.process.exitcode
         if code is None or code == 0:
             return None
-        return True, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return (
+            True,
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}",
+        )
 
 
 def _watch(ranks: dict[int, _Child]) -> None:
-    """Wait for all children; on the first failure give the others a moment to say theirs, and raise the likeliest cause."""
+    """Wait for all children; on a failure let the others say theirs for a moment, and raise the likeliest cause."""
     running = dict(ranks)
     while running:
         ended = wait([child.process.sentinel for child in running.values()])
@@ -142,7 +153,14 @@ def _explain(ranks: dict[int, _Child]) -> str:
 
 
 def _child_main(
-    main: RankMain, rank: int, num_ranks: int, ranks_per_node: int, timeout_s: float, store: Path, said: Connection, parent_pid: int
+    main: RankMain,
+    rank: int,
+    num_ranks: int,
+    ranks_per_node: int,
+    timeout_s: float,
+    store: Path,
+    said: Connection,
+    parent_pid: int,
 ) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -152,7 +170,11 @@ def _child_main(
     status = 1
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
         )
         main(ProcessWorld(ranks_per_node), torch.device("cpu"))
         dist.barrier()

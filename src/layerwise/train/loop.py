@@ -41,7 +41,7 @@ def build_sampler(config: TrainConfig, corpus: Corpus) -> StepSampler:
 
 
 class Watcher(Protocol):
-    """What a rank tells about its training; rank 0's watcher writes files and shows progress, the others' does nothing."""
+    """Who is told about the training: on rank 0 one that writes files and shows progress."""
 
     def corpus(self, report: CorpusReport) -> None:
         """The samples are known."""
@@ -66,7 +66,9 @@ def train(config: TrainConfig, world: World, device: torch.device, watcher: Watc
     )
     model = HybridLM(config.model, options).to(device)
     opt = config.optimizer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=opt.learning_rate, betas=opt.betas, weight_decay=opt.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=opt.learning_rate, betas=opt.betas, weight_decay=opt.weight_decay
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (opt.warmup_steps + 1)))
     loader = PlannedLoader(
         dataset=corpus,
@@ -115,7 +117,14 @@ def _accumulate_gradients(model: HybridLM, step: Step, config: TrainConfig) -> d
     return totals
 
 
-def _row(step: Step, losses: dict[str, float], exchange: dict[str, Any], grad_norm: float, step_s: float, config: TrainConfig) -> dict[str, Any]:
+def _row(
+    step: Step,
+    losses: dict[str, float],
+    exchange: dict[str, Any],
+    grad_norm: float,
+    step_s: float,
+    config: TrainConfig,
+) -> dict[str, Any]:
     return {
         "step": step.index,
         **losses,

@@ -15,24 +15,32 @@ from layerwise.groups import World
 from layerwise.plan import StepPlan
 
 
-def sum_over_ranks(step: Step, losses: dict[str, torch.Tensor], kinds: tuple[str, ...], world: World) -> tuple[dict[str, float], dict[str, Any]]:
+def sum_over_ranks(
+    step: Step, losses: dict[str, torch.Tensor], kinds: tuple[str, ...], world: World
+) -> tuple[dict[str, float], dict[str, Any]]:
     """(losses, exchange counts by layer kind), each the sum of what every rank holds, in one small all-reduce."""
     device = next(iter(losses.values())).device
     counts = [step.meter.counts.get(kind, Count()) for kind in kinds]
     numbers = [n for c in counts for n in (c.calls, c.fast_bytes, c.slow_bytes)]
     # float64 holds counts up to 2**53 exactly.
-    table = torch.cat([torch.stack([v.detach().double() for v in losses.values()]), torch.tensor(numbers, dtype=torch.float64, device=device)])
+    table = torch.cat(
+        [
+            torch.stack([v.detach().double() for v in losses.values()]),
+            torch.tensor(numbers, dtype=torch.float64, device=device),
+        ]
+    )
     world.all_reduce(table)
     values = table.tolist()
     totals = [int(n) for n in values[len(losses) :]]
     exchange = {
-        kind: dict(zip(("calls", "fast_bytes", "slow_bytes"), totals[3 * i : 3 * i + 3], strict=True)) for i, kind in enumerate(kinds)
+        kind: dict(zip(("calls", "fast_bytes", "slow_bytes"), totals[3 * i : 3 * i + 3], strict=True))
+        for i, kind in enumerate(kinds)
     }
     return dict(zip(losses, values, strict=False)), exchange
 
 
 def plan_numbers(plan: StepPlan) -> dict[str, Any]:
-    """Token balance and groups of a plan. Balance is of the fullest rank of each micro-batch, summed over micro-batches."""
+    """Token balance (of each micro-batch, summed over micro-batches) and groups of a plan."""
     tokens = [m.tokens_per_rank(plan.num_ranks) for m in plan.microbatches]
     return {
         "microbatches": len(plan.microbatches),
@@ -64,12 +72,12 @@ class Recorder:
         from torch.utils.tensorboard import SummaryWriter
 
         self._file = (folder / "metrics.jsonl").open("w")
-        self._events = SummaryWriter(folder / "tensorboard")  # type: ignore[no-untyped-call]
+        self._events = SummaryWriter(folder / "tensorboard")
 
     def close(self) -> None:
         """Finish both files."""
         self._file.close()
-        self._events.close()  # type: ignore[no-untyped-call]
+        self._events.close()
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step."""
@@ -77,7 +85,7 @@ class Recorder:
         self._file.flush()
         for key, value in row.items():
             if isinstance(value, (int, float)) and key != "step":
-                self._events.add_scalar(key, value, row["step"])  # type: ignore[no-untyped-call]
+                self._events.add_scalar(key, value, row["step"])
         for kind, counts in row["exchange"].items():
             for key, value in counts.items():
-                self._events.add_scalar(f"exchange/{kind}/{key}", value, row["step"])  # type: ignore[no-untyped-call]
+                self._events.add_scalar(f"exchange/{kind}/{key}", value, row["step"])

@@ -30,7 +30,13 @@ def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], ou
     _print_table(runs)
     plans = (widest_step(configs[0]), widest_step(configs[-1])) if len(configs) > 1 else None
     names = " and ".join(run.strategy for run in runs)
-    write_report(out / REPORT_FILE, title=f"layerwise: {names}", runs=runs, plans=plans, config_text=configs[-1].to_yaml())
+    write_report(
+        out / REPORT_FILE,
+        title=f"layerwise: {names}",
+        runs=runs,
+        plans=plans,
+        config_text=configs[-1].to_yaml(),
+    )
     Console().print(f"report: {out / REPORT_FILE}", highlight=False, soft_wrap=True)
 
 

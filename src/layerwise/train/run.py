@@ -32,7 +32,9 @@ def is_writer() -> bool:
 def prepare_folder(out: Path, *, overwrite: bool) -> None:
     """Make the output folder. Raises SpecError where it already holds a run, unless `overwrite`."""
     if (out / METRICS_FILE).exists() and not overwrite:
-        raise SpecError(f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it")
+        raise SpecError(
+            f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it"
+        )
     out.mkdir(parents=True, exist_ok=True)
 
 
