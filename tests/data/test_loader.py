@@ -65,7 +65,7 @@ def test_given_labels_and_records() -> None:
 
 
 def test_iterable_dataset_is_cut_into_steps() -> None:
-    steps, _ = load(iter([[1] * 4, [2] * 4, [3] * 4, [4] * 9]), tokens_per_step=8)
+    steps, _ = load([[1] * 4, [2] * 4, [3] * 4, [4] * 9], tokens_per_step=8)
     assert [step.sample_ids for step in steps] == [(0, 1), (2,), (3,)]
 
 

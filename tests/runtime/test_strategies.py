@@ -8,6 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from layerwise import ClusterSpec, LocalWorld, ModelSpec, PlannedLoader, Planner, balance_loss, token_loss
@@ -61,7 +63,8 @@ def planner_for(
         attention_efficiency=0.001,
     )
     budget = max(-(-int(1.5 * sum(lengths)) // (num_ranks * microbatches)) + 8, -(-max(lengths) // per_node))
-    options = {"sp_degree": per_node} if strategy == "static" else {}
+    # The cost model would leave most of these tiny parents wide.
+    options = {"static": {"sp_degree": per_node}, "dynamic": {}}.get(strategy, {"fallback": False})
     planner = Planner(strategy=strategy, cluster=cluster, model=spec, max_tokens_per_rank=budget, options=options)
     return cache(lambda sizes: planner(list(sizes)))
 
@@ -175,6 +178,19 @@ def test_several_microbatches_with_changing_groups(strategy: str) -> None:
     assert len(plan.microbatches) >= 2
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    num_ranks=st.sampled_from([2, 4, 6, 8]),
+    heads=st.sampled_from(HEADS),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=10),
+)
+def test_any_lengths(strategy: str, num_ranks: int, heads: tuple[int, int], lengths: list[int]) -> None:
+    model = model_for(heads)
+    planner = planner_for(strategy, num_ranks, model.spec, lengths)
+    assert_equals_reference(model, make_samples(lengths, 31), planner, num_ranks)
+
+
 @pytest.mark.parametrize(
     "masked",
     [lambda s, t: s == 0, lambda s, t: True, lambda s, t: t % 7 != 0],
@@ -196,13 +212,18 @@ def test_activation_checkpointing_replays_its_own_microbatch() -> None:
     )
 
 
-def test_wide_parents_are_repacked_in_these_tests() -> None:
-    """The cases above would prove little if every plan were narrow."""
+@pytest.mark.parametrize("num_ranks", [4, 8, 16, 32])
+@pytest.mark.parametrize("strategy", ["repack", "repack+parents"])
+def test_the_cases_above_do_repack(strategy: str, num_ranks: int) -> None:
+    """They would prove little if every parent were narrow or left wide."""
     model = model_for((8, 2))
-    lengths = LENGTHS["one long"]
-    plan = planner_for("repack", 16, model.spec, lengths)(tuple(lengths))
-    parents = [parent for microbatch in plan.microbatches for parent in microbatch.parents]
-    assert any(parent.sp_degree == 16 and parent.repacked for parent in parents)
+    repacked = 0
+    for lengths in LENGTHS.values():
+        plan = planner_for(strategy, num_ranks, model.spec, lengths)(tuple(lengths))
+        wide = [p for m in plan.microbatches for p in m.parents if p.sp_degree > plan.ranks_per_node]
+        assert all(parent.repacked for parent in wide)
+        repacked += len(wide)
+    assert repacked >= 3
 
 
 @pytest.mark.parametrize(

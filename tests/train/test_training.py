@@ -15,7 +15,7 @@ from layerwise.train.config import load_config
 from layerwise.train.loop import build_planner, build_sampler
 from tests.train.cli import DEMO, SMALL, metrics, run, start
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500), pytest.mark.xdist_group("training")]
 NUM_STEPS = 20
 
 
@@ -155,8 +155,8 @@ def test_a_dead_rank_ends_the_run_within_seconds(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (["--nproc", "4"], "--nproc 4, but the cluster has num_nodes=2 x ranks_per_node=8 = 16 ranks"),
-        (["--strategy", "repak"], "unknown strategy 'repak'"),
-        (["--set", "strategy_options.sp_degre=8", "--strategy", "static"], "sp_degre"),
+        (["--strategy", "repak"], "strategy='repak' is unknown"),
+        (["--set", "strategy_options.sp_degres=8", "--strategy", "static"], "unknown option 'sp_degres'"),
         (["--set", "data.source=nowhere"], "nowhere"),
         (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
         (["--set", "max_tokens_per_rank=10"], "max_tokens_per_rank=10"),

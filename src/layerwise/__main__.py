@@ -1,0 +1,5 @@
+"""`python -m layerwise`, for torchrun."""
+
+from layerwise.cli import main
+
+main()
