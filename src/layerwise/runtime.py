@@ -127,20 +127,21 @@ def plan_blocks(plan: StepPlan) -> set[Block]:
     }
 
 
-def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, order: int = 0) -> int:
+def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int = 0) -> int:
     """Compare the plan over all ranks, make its groups, and return the valid tokens of the whole step.
 
     To be called on every rank before the first collective that depends on the plan. `num_valid_tokens` are this rank's
-    tokens with a label; `order` is a hash of which dataset samples the step holds.
+    tokens with a label; `content` is a hash of the step's samples.
     Raises PlanMismatchError, on every rank, where two ranks hold different plans.
     """
-    gathered = world.gather_ints([plan.digest() ^ order, num_valid_tokens])
+    gathered = world.gather_ints([plan.digest() ^ content, num_valid_tokens])
     digests = [row[0] for row in gathered]
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise PlanMismatchError(
                 f"rank 0 holds plan {digests[0]:016x} and rank {rank} holds {digest:016x}: all ranks must see the same "
-                "sample lengths in the same order, the same cluster, model and strategy, and the same version"
+                "samples and tokens in the same order (seed anything random by step, not by rank), and the same "
+                "cluster, model, strategy and version"
             )
     world.prepare(plan_blocks(plan))
     return sum(row[1] for row in gathered)

@@ -33,7 +33,7 @@ def test_a_rank_with_another_plan_is_an_error_on_every_rank() -> None:
 def test_equal_plans_for_other_samples_are_a_mismatch() -> None:
     def on_rank(world):
         with pytest.raises(PlanMismatchError):
-            agree(plan_of(0), world, num_valid_tokens=0, order=world.rank)
+            agree(plan_of(0), world, num_valid_tokens=0, content=world.rank)
 
     LocalWorld(4, 2).run(on_rank)
 

@@ -86,6 +86,7 @@ def distributed_step(
 ) -> tuple[Tensor, list[Tensor], StepPlan]:
     """(loss, gradients, plan) of one step over threads as ranks, through the planned loader."""
     params = list(model.parameters())
+    planner(tuple(len(s.input_ids) for s in samples))  # once, before all threads ask for it
     dataset = [{"input_ids": s.input_ids.numpy(), "labels": s.labels.numpy()} for s in samples]
 
     def on_rank(world: World) -> tuple[Tensor, list[Tensor], StepPlan]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
-# Small enough for 16 ranks on two cores. The cluster is one whose attention is slow beside its links, so that some of the
+# Small enough for 16 ranks on two cores. Attention is slow beside the links of this cluster, so that some of the
 # 20 steps have a parent over both nodes all the same.
 SMALL = [
     *("--set", "tokens_per_step=2400"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from layerwise.cli import main
 from layerwise.cost import predict
 from layerwise.data.corpus import load_corpus
 from layerwise.train.config import load_config
@@ -20,33 +21,25 @@ NUM_STEPS = 20
 
 
 def train(out: Path, strategy: str, *settings: str, steps: int = NUM_STEPS) -> list[dict]:
-    done = run(
-        "train",
-        "--config",
-        DEMO,
-        *SMALL,
-        "--strategy",
-        strategy,
-        "--nproc",
-        16,
-        "--steps",
-        steps,
-        "--out",
-        out,
-        *settings,
-    )
+    arguments = ["--strategy", strategy, "--nproc", 16, "--steps", steps, "--out", out]
+    done = run("train", "--config", DEMO, *SMALL, *arguments, *settings)
     assert done.returncode == 0, done.stderr
     return metrics(out)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict]]:
-    folder = tmp_path_factory.mktemp("runs")
-    return {
-        (strategy, dtype): train(folder / f"{strategy}-{dtype}", strategy, "--set", f"dtype={dtype}")
-        for strategy in ("dynamic", "repack+parents")
-        for dtype in ("float32", "float64")
-    }
+    """Metrics by strategy and dtype."""
+    rows = {}
+    for dtype in ("float32", "float64"):
+        out = tmp_path_factory.mktemp(dtype)
+        arguments = ["--steps", NUM_STEPS, "--out", out, "--set", f"dtype={dtype}"]
+        done = run("compare", "--config", DEMO, *SMALL, *arguments, timeout_s=280)
+        assert done.returncode == 0, done.stderr
+        assert "0 B" in done.stdout
+        for strategy in ("dynamic", "repack+parents"):
+            rows[strategy, dtype] = metrics(out / strategy)
+    return rows
 
 
 @pytest.mark.parametrize(("dtype", "first", "later"), [("float32", 1e-6, 1e-4), ("float64", 1e-12, 1e-9)])
@@ -151,21 +144,38 @@ def test_a_dead_rank_ends_the_run_within_seconds(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["--nproc", "4"], "--nproc 4, but the cluster has num_nodes=2 x ranks_per_node=8 = 16 ranks"),
-        (["--strategy", "repak"], "strategy='repak' is unknown"),
-        (["--set", "strategy_options.sp_degres=8", "--strategy", "static"], "unknown option 'sp_degres'"),
-        (["--set", "data.source=nowhere"], "nowhere"),
-        (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
-        (["--set", "max_tokens_per_rank=10"], "max_tokens_per_rank=10"),
-        (["--set", "model.vocab_size=100"], "vocab"),
-    ],
-)
-def test_bad_settings_end_in_one_message(tmp_path: Path, settings: list[str], message: str) -> None:
-    done = run("train", "--config", DEMO, *SMALL, "--steps", 1, "--out", tmp_path, *settings)
+BAD_SETTINGS = [
+    (["--nproc", "4"], "--nproc 4, but the cluster has num_nodes=2 x ranks_per_node=8 = 16 ranks"),
+    (["--strategy", "repak"], "strategy='repak' is unknown; legal values: static, dynamic"),
+    (["--strategy", "static", "--set", "strategy_options.sp_degres=8"], "unknown option 'sp_degres'; legal here"),
+    (["--set", "data.source=nowhere"], "nowhere"),
+    (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
+    (["--set", "model.vocab_size=100"], "vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=[message.split()[0] for _, message in BAD_SETTINGS])
+def test_bad_settings_end_in_one_message_before_ranks_start(
+    tmp_path: Path,
+    settings: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["train", "--config", str(DEMO), *SMALL, "--steps", "1", "--out", str(tmp_path), *settings]
+    monkeypatch.setattr("sys.argv", ["layerwise", *arguments])
+    monkeypatch.setattr("layerwise.train.run.launch", lambda *a, **k: pytest.fail("ranks were started"))
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("layerwise: ")
+    assert message in line
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_sample_that_fits_nowhere_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    done = run("train", "--config", DEMO, *SMALL, "--out", tmp_path, "--set", "max_tokens_per_rank=10")
     assert done.returncode == 1
-    assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count(message) == 1
+    assert done.stderr.count("max_tokens_per_rank=10") == 1

@@ -23,7 +23,7 @@ from torch import Tensor
 from layerwise.attention.segments import Segments
 from layerwise.errors import SpecError
 
-__all__ = ["BACKENDS", "Segments", "varlen_attention"]
+__all__ = ["BACKENDS", "Segments", "check_backend", "varlen_attention"]
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, float, Tensor | None], Tensor]
 
@@ -77,9 +77,14 @@ def varlen_attention(
     return kernel(q, k, v, live, window, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
 
 
-def _load_kernel(backend: str) -> Kernel:
-    if backend not in BACKENDS:
+def check_backend(backend: str) -> None:
+    """Raise SpecError unless `backend` is "auto" or a name in BACKENDS."""
+    if backend != "auto" and backend not in BACKENDS:
         raise SpecError(f"unknown attention backend {backend!r}; legal: auto, {', '.join(BACKENDS)}")
+
+
+def _load_kernel(backend: str) -> Kernel:
+    check_backend(backend)
     module, function = BACKENDS[backend]
     kernel: Kernel = getattr(import_module(module), function)
     return kernel

@@ -124,9 +124,14 @@ class PlannedLoader:
             ]
             plan_s = time.perf_counter() - started
             microbatches = tuple(_local_microbatch(plan, i, samples, routes[i]) for i in range(len(routes)))
-            ids = tuple(sample.sample_id for sample in samples)
             yield _PlannedStep(
-                index=index, plan=plan, sample_ids=ids, microbatches=microbatches, meter=meter, plan_s=plan_s
+                index=index,
+                plan=plan,
+                sample_ids=tuple(sample.sample_id for sample in samples),
+                content=_content(samples),
+                microbatches=microbatches,
+                meter=meter,
+                plan_s=plan_s,
             )
 
     def _samples(self) -> Iterator[list[_Tokens]]:
@@ -140,9 +145,18 @@ class PlannedLoader:
 
     def _agreed(self, step: _PlannedStep, wait_s: float) -> Step:
         local_valid = sum(int((m.shift_labels != IGNORED_LABEL).sum()) for m in step.microbatches)
-        order = hashlib.blake2b(repr(step.sample_ids).encode(), digest_size=7).digest()
-        num_valid = agree(step.plan, self.world, num_valid_tokens=local_valid, order=int.from_bytes(order, "big"))
-        return Step(**vars(step), num_valid_tokens=num_valid, num_tokens=step.plan.num_tokens, wait_s=wait_s)
+        num_valid = agree(step.plan, self.world, num_valid_tokens=local_valid, content=step.content)
+        return Step(
+            index=step.index,
+            plan=step.plan,
+            sample_ids=step.sample_ids,
+            microbatches=step.microbatches,
+            num_valid_tokens=num_valid,
+            num_tokens=step.plan.num_tokens,
+            meter=step.meter,
+            plan_s=step.plan_s,
+            wait_s=wait_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,6 +164,7 @@ class _PlannedStep:
     index: int
     plan: StepPlan
     sample_ids: tuple[int, ...]
+    content: int
     microbatches: tuple[Microbatch, ...]
     meter: Meter
     plan_s: float
@@ -182,6 +197,16 @@ class _Tokens:
                 bad = values.max() if values.max() >= vocab_size else values.min()
                 raise DataError(f"sample {sample_id}: {name} {bad} is not in [0, vocab_size={vocab_size})")
         return cls(sample_id, ids, np.append(labels[1:], IGNORED_LABEL))
+
+
+def _content(samples: list[_Tokens]) -> int:
+    """A 56-bit hash of which samples these are and of their tokens: ranks of a group must see the same."""
+    state = hashlib.blake2b(digest_size=7)
+    for sample in samples:
+        state.update(
+            sample.sample_id.to_bytes(8, "little") + sample.input_ids.tobytes() + sample.shift_labels.tobytes()
+        )
+    return int.from_bytes(state.digest(), "big")
 
 
 def _field(item: Any, name: str, default: Any) -> Any:

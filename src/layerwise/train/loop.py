@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from layerwise.cost import predict
-from layerwise.data.corpus import Corpus, CorpusReport, load_corpus
+from layerwise.data.corpus import Corpus
 from layerwise.data.loader import PlannedLoader, Step
 from layerwise.data.sampler import StepSampler
 from layerwise.groups import World
@@ -43,21 +43,16 @@ def build_sampler(config: TrainConfig, corpus: Corpus) -> StepSampler:
 class Watcher(Protocol):
     """Who is told about the training: on rank 0 one that writes files and shows progress."""
 
-    def corpus(self, report: CorpusReport) -> None:
-        """The samples are known."""
-
     def step(self, row: dict[str, Any]) -> None:
         """A step is done; `row` is documented in docs/metrics.md and equal on every rank but for its seconds."""
 
 
-def train(config: TrainConfig, world: World, device: torch.device, watcher: Watcher) -> None:
+def train(config: TrainConfig, corpus: Corpus, world: World, device: torch.device, watcher: Watcher) -> None:
     """Train on this rank.
 
     Raises LayerwiseError for settings, data and plans that cannot be used.
     """
     planner = build_planner(config)
-    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
-    watcher.corpus(corpus.report)
     options = ModelOptions(
         rope_theta=config.rope_theta,
         dtype=DTYPES[config.dtype],

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from layerwise.data.corpus import CorpusReport
+from layerwise.attention import check_backend
+from layerwise.data.corpus import load_corpus
 from layerwise.errors import SpecError
 from layerwise.groups import World
 from layerwise.planners import STRATEGIES
@@ -43,13 +44,17 @@ def run_training(config: TrainConfig, out: Path) -> None:
 
     Raises LayerwiseError; what the folder holds then is a readable beginning of a run.
     """
-    build_planner(config)  # a wrong strategy ends here, before any rank starts
+    # What is wrong with strategy, kernel or data ends here, before any rank starts; forked ranks share what is loaded.
+    build_planner(config)
+    check_backend(config.attention_backend)
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     if is_writer():
         (out / CONFIG_FILE).write_text(config.to_yaml())
+        Console(stderr=True).print(f"data: {corpus.report}", highlight=False, soft_wrap=True)
 
     def rank_main(world: World, device: torch.device) -> None:
         with _WriterRank(config, out) if world.rank == 0 else _QuietRank() as watcher:
-            train(config, world, device, watcher)
+            train(config, corpus, world, device, watcher)
 
     launch(
         rank_main,
@@ -66,8 +71,6 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 class _QuietRank(AbstractContextManager["_QuietRank"]):
-    def corpus(self, report: CorpusReport) -> None: ...
-
     def step(self, row: dict[str, Any]) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
@@ -88,9 +91,6 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         )
         self._task = self._progress.add_task(config.strategy, total=config.num_steps, info="starting")
         self._progress.start()
-
-    def corpus(self, report: CorpusReport) -> None:
-        self._progress.console.print(f"data: {report}", highlight=False)
 
     def step(self, row: dict[str, Any]) -> None:
         self._recorder.write(row)
