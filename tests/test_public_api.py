@@ -1,5 +1,7 @@
 """What users touch is frozen here: importable names, commands and their options, and what importing costs."""
 
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -34,7 +36,12 @@ def test_the_door_is_exact() -> None:
         "solo_world",
         "token_loss",
     ]
+    for module in pkgutil.walk_packages(layerwise.__path__, "layerwise."):
+        if module.name != "layerwise.__main__":
+            importlib.import_module(module.name)
     for name in layerwise.__all__:
+        # A submodule of the same name would hide it once it is imported.
+        assert callable(getattr(layerwise, name)), name
         assert getattr(layerwise, name).__doc__, name
     with pytest.raises(AttributeError, match="nonesuch"):
         layerwise.nonesuch  # noqa: B018

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.attention import Segments
+from layerwise.kernels import Segments
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import Block, Transfers, match

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from layerwise.attention import varlen_attention
 from layerwise.errors import PlanMismatchError, SpecError, UnsupportedError
 from layerwise.exchange import Meter, Site, exchange
 from layerwise.groups import World
+from layerwise.kernels import varlen_attention
 from layerwise.plan import Ints, StepPlan
 from layerwise.route import Route, build_route
 from layerwise.spec import AttentionSpec

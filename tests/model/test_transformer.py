@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from layerwise import runtime
-from layerwise.attention import Segments, varlen_attention
 from layerwise.errors import SpecError
+from layerwise.kernels import Segments, varlen_attention
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.model.transformer import rotate
 from layerwise.spec import ModelSpec

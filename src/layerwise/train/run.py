@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from layerwise.attention import check_backend
 from layerwise.data.corpus import load_corpus
 from layerwise.errors import SpecError
 from layerwise.groups import World
+from layerwise.kernels import check_backend
 from layerwise.planners import STRATEGIES
 from layerwise.train.config import TrainConfig
 from layerwise.train.launch import launch

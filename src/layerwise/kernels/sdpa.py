@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from layerwise.attention.segments import Segments
-from layerwise.attention.widths import widen
+from layerwise.kernels.segments import Segments
+from layerwise.kernels.widths import widen
 
 BLOCK_TOKENS = 128
 

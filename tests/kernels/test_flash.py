@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.attention import Segments, varlen_attention
 from layerwise.errors import UnsupportedError
+from layerwise.kernels import Segments, varlen_attention
 
 SEGMENTS = Segments((5, 0, 20, 7), (5, 3, 20, 30))
 

@@ -20,8 +20,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from layerwise.attention.segments import Segments
 from layerwise.errors import SpecError
+from layerwise.kernels.segments import Segments
 
 __all__ = ["BACKENDS", "Segments", "check_backend", "varlen_attention"]
 
@@ -29,10 +29,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, float, Tensor |
 
 # Where each kernel lives; a module is imported when its kernel is first used.
 BACKENDS: dict[str, tuple[str, str]] = {
-    "reference": ("layerwise.attention.reference", "reference_attention"),
-    "sdpa": ("layerwise.attention.sdpa", "sdpa_attention"),
-    "flash": ("layerwise.attention.flash", "flash_attention"),
-    "torch_varlen": ("layerwise.attention.flash", "torch_varlen_attention"),
+    "reference": ("layerwise.kernels.reference", "reference_attention"),
+    "sdpa": ("layerwise.kernels.sdpa", "sdpa_attention"),
+    "flash": ("layerwise.kernels.flash", "flash_attention"),
+    "torch_varlen": ("layerwise.kernels.flash", "torch_varlen_attention"),
 }
 
 
@@ -97,7 +97,7 @@ def _choose_backend(q: Tensor, v: Tensor, sinks: Tensor | None) -> str:
         return "sdpa"
     if find_spec("flash_attn"):
         return "flash"
-    from layerwise.attention.flash import has_torch_varlen
+    from layerwise.kernels.flash import has_torch_varlen
 
     return "torch_varlen" if has_torch_varlen() else "sdpa"
 

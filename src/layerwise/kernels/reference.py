@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerwise.attention.segments import Segments
+from layerwise.kernels.segments import Segments
 
 
 def reference_attention(

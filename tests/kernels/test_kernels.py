@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerwise.attention import Segments, sdpa, varlen_attention
+from layerwise.kernels import Segments, sdpa, varlen_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise import attention
-from layerwise.attention import Segments, varlen_attention
+from layerwise import kernels
 from layerwise.errors import SpecError
+from layerwise.kernels import Segments, varlen_attention
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def test_auto_runs_on_cpu() -> None:
 
 def test_flash_backends_run_only_where_they_can() -> None:
     half = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
-    assert attention._choose_backend(half, half, None) == "sdpa"  # not CUDA
+    assert kernels._choose_backend(half, half, None) == "sdpa"  # not CUDA
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_auto_on_cuda(monkeypatch, dtype, dim, sinks, flash_attn, torch_varlen, 
         is_cuda, shape = True, (1, 1, dim)
 
     OnCuda.dtype = dtype
-    monkeypatch.setattr(attention, "find_spec", lambda name: flash_attn and name == "flash_attn")
-    monkeypatch.setattr("layerwise.attention.flash.has_torch_varlen", lambda: torch_varlen)
-    assert attention._choose_backend(OnCuda(), OnCuda(), torch.ones(1) if sinks else None) == expected
+    monkeypatch.setattr(kernels, "find_spec", lambda name: flash_attn and name == "flash_attn")
+    monkeypatch.setattr("layerwise.kernels.flash.has_torch_varlen", lambda: torch_varlen)
+    assert kernels._choose_backend(OnCuda(), OnCuda(), torch.ones(1) if sinks else None) == expected

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.attention.segments import Segments
-from layerwise.attention.widths import widen
 from layerwise.errors import UnsupportedError
+from layerwise.kernels.segments import Segments
+from layerwise.kernels.widths import widen
 
 HEAD_DIM_MULTIPLE = 8
 
