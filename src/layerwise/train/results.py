@@ -28,7 +28,7 @@ def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], ou
         for config, folder in zip(configs, folders, strict=True)
     ]
     _print_table(runs)
-    plans = (widest_step(configs[0]), widest_step(configs[-1])) if len(configs) > 1 else None
+    plans = telling_step(configs[0], configs[-1]) if len(configs) > 1 else None
     names = " and ".join(run.strategy for run in runs)
     write_report(
         out / REPORT_FILE,
@@ -40,11 +40,21 @@ def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], ou
     Console().print(f"report: {out / REPORT_FILE}", highlight=False, soft_wrap=True)
 
 
-def widest_step(config: TrainConfig) -> StepPlan:
-    """The plan of the run's step with the longest sample, made again: planning is a pure function of the lengths."""
-    corpus = load_corpus(config.data)
-    steps = [corpus.lengths[ids] for ids in build_sampler(config, corpus)]
-    return build_planner(config)(max(steps, key=lambda lengths: lengths.max()))
+def telling_step(before: TrainConfig, after: TrainConfig) -> tuple[StepPlan, StepPlan]:
+    """Both strategies' plans of the step in which `after` repacks the most tokens; of the longest sample if none.
+
+    Planning is a pure function of the lengths, so the plans are those that the runs used.
+    """
+    corpus = load_corpus(after.data)
+    steps = [corpus.lengths[ids].tolist() for ids in build_sampler(after, corpus)]
+    planner = build_planner(after)
+    chosen = max(steps, key=lambda lengths: (_repacked_tokens(planner(lengths)), max(lengths)))
+    return build_planner(before)(chosen), planner(chosen)
+
+
+def _repacked_tokens(plan: StepPlan) -> int:
+    parents = [parent for microbatch in plan.microbatches for parent in microbatch.parents if parent.repacked]
+    return sum(plan.lengths[sample] for parent in parents for sample in parent.samples)
 
 
 def _print_table(runs: Sequence[RunRecord]) -> None:
