@@ -53,6 +53,24 @@ def test_repacking_learns_what_dynamic_learns(runs: dict, dtype: str, first: flo
     assert dynamic[-1]["loss"] < 0.8 * dynamic[0]["loss"], "the model learns"
 
 
+def test_sixteen_ranks_learn_what_one_process_learns(runs: dict, tmp_path: Path) -> None:
+    """Weights after each step are those of one process: gradients are summed once, over all ranks and micro-batches."""
+    one_rank = [
+        "--set",
+        "cluster.num_nodes=1",
+        "--set",
+        "cluster.ranks_per_node=1",
+        "--set",
+        "max_tokens_per_rank=2400",
+    ]
+    done = run("train", "--config", DEMO, *SMALL, *one_rank, "--set", "dtype=float64", "--steps", 8, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(metrics(tmp_path), runs["repack+parents", "float64"], strict=False):
+        for key in ("loss", "balance_loss", "grad_norm"):
+            assert abs(a[key] - b[key]) <= 1e-9 * a[key], (key, a["step"])
+        assert a["exchange"]["full_attention"] == {"calls": 0, "fast_bytes": 0, "slow_bytes": 0}
+
+
 def test_sparse_layers_leave_the_slow_link_alone(runs: dict) -> None:
     repacked, dynamic = runs["repack+parents", "float32"], runs["dynamic", "float32"]
     assert all(row["exchange"]["sliding_attention"]["slow_bytes"] == 0 for row in repacked)
