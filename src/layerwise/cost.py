@@ -72,16 +72,26 @@ class KindPrediction:
     """All layers of one kind, forward and backward.
 
     seconds: what these layers add to the step.
-    fast_bytes, slow_bytes: sent inside and between nodes, summed over ranks.
+    rank_fast_bytes, rank_slow_bytes: what each rank sends inside and between nodes, int64 [num_ranks].
     calls: all-to-all calls of each rank, int64 [num_ranks].
     attention_flops: forward FLOPs of each rank's tiles in one layer of the kind, float64 [num_ranks].
     """
 
     seconds: float
-    fast_bytes: int
-    slow_bytes: int
+    rank_fast_bytes: Ints
+    rank_slow_bytes: Ints
     calls: Ints
     attention_flops: Floats
+
+    @property
+    def fast_bytes(self) -> int:
+        """Bytes inside nodes, summed over ranks."""
+        return int(self.rank_fast_bytes.sum())
+
+    @property
+    def slow_bytes(self) -> int:
+        """Bytes between nodes, summed over ranks."""
+        return int(self.rank_slow_bytes.sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,8 +260,8 @@ class CostModel:
             calls[block.lo : block.hi] = CALLS_PER_LAYER * layer.num_layers
         return KindPrediction(
             seconds=seconds,
-            fast_bytes=layer.num_layers * int(work.sent_bytes[self._same_node].sum()),
-            slow_bytes=layer.num_layers * int(work.sent_bytes[~self._same_node].sum()),
+            rank_fast_bytes=layer.num_layers * _sent_by_rank(np.where(self._same_node, work.sent_bytes, 0)),
+            rank_slow_bytes=layer.num_layers * _sent_by_rank(np.where(self._same_node, 0, work.sent_bytes)),
             calls=calls,
             attention_flops=work.attention_flops,
         )
@@ -287,11 +297,16 @@ def _sum_by(index: Ints, values: Ints | Floats, size: int) -> Floats:
     return np.asarray(np.bincount(index, weights=values, minlength=size), dtype=np.float64)
 
 
+def _sent_by_rank(sent_bytes: Floats) -> Ints:
+    """Bytes each rank sends, of [src, dst] counts of both passes: backward, every transfer goes the other way."""
+    return np.asarray((sent_bytes.sum(axis=1) + sent_bytes.sum(axis=0)) // PASSES, dtype=np.int64)
+
+
 def _sum_kinds(parts: list[KindPrediction]) -> KindPrediction:
     return KindPrediction(
         seconds=sum(part.seconds for part in parts),
-        fast_bytes=sum(part.fast_bytes for part in parts),
-        slow_bytes=sum(part.slow_bytes for part in parts),
+        rank_fast_bytes=np.sum([part.rank_fast_bytes for part in parts], axis=0),
+        rank_slow_bytes=np.sum([part.rank_slow_bytes for part in parts], axis=0),
         calls=np.sum([part.calls for part in parts], axis=0),
         attention_flops=np.sum([part.attention_flops for part in parts], axis=0),
     )

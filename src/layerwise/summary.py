@@ -137,6 +137,9 @@ def _load_rows(prediction: StepPrediction) -> tuple[LoadRow, ...]:
     for kind in prediction.kinds:
         flops = np.stack([part.kinds[kind].attention_flops for part in prediction.microbatches])
         rows.append((f"{kind}, GFLOP", flops / 1e9))
+    for kind in prediction.kinds:
+        sent = np.stack([part.kinds[kind].rank_slow_bytes for part in prediction.microbatches])
+        rows.append((f"{kind}, MB sent between nodes", sent / 1e6))
     return tuple(
         LoadRow(name=name, highest=float(values.max()), mean=float(values.mean()), lowest=float(values.min()))
         for name, values in rows
@@ -231,11 +234,11 @@ def _groups_table(summary: PlanSummary) -> RichTable:
 
 
 def _loads_table(summary: PlanSummary) -> RichTable:
-    title = "Load of a rank in a micro-batch (attention: forward, one layer)"
-    table = _table(title, "load", "highest", "mean", "lowest", "highest / mean")
+    title = "Load of a rank in a micro-batch (GFLOP: forward, one layer; MB: all layers)"
+    table = _table(title, "load", "max", "mean", "min", "max / mean")
     for row in summary.loads:
         numbers = [_number_text(value) for value in (row.highest, row.mean, row.lowest)]
-        table.add_row(row.name, *numbers, f"{row.highest / row.mean:.2f}")
+        table.add_row(row.name, *numbers, f"{row.highest / row.mean:.2f}" if row.mean else "-")
     return table
 
 

@@ -17,9 +17,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +57,7 @@ def launch(main: RankMain, *, num_ranks: int, ranks_per_node: int, device: str, 
     elif num_ranks == 1:
         main(solo_world(), pick_device(device))
     else:
-        _fork(main, num_ranks, ranks_per_node, timeout_s)
+        _fork(main, num_ranks, ranks_per_node, device, timeout_s)
 
 
 def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
@@ -77,18 +79,46 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
         dist.destroy_process_group()
 
 
-def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, timeout_s: float) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What a forked rank needs to start."""
+
+    main: RankMain
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+    timeout_s: float
+    store: Path
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.store}",
+            rank=self.rank,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+        self.main(ProcessWorld(self.ranks_per_node), torch.device("cpu"))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
+    if device == "cuda":
+        raise SpecError("device=cuda needs torchrun, one process per GPU; ranks that are forked here use the CPU")
     # Optimizers import torch._dynamo when first used: 800 modules, in every rank unless the parent has them already.
     importlib.import_module("torch._dynamo")
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
-        ranks: dict[int, _Child] = {}
+        settings: dict[str, Any] = {"main": main, "num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
+        settings |= {"timeout_s": timeout_s, "store": Path(folder) / "store"}
+        children: dict[int, _Child] = {}
         try:
             for rank in range(num_ranks):
-                ranks[rank] = _Child(context, main, rank, num_ranks, ranks_per_node, timeout_s, Path(folder) / "store")
-            _watch(ranks)
+                children[rank] = _Child(_Rank(rank=rank, **settings))
+            _watch(children)
         finally:
-            for child in ranks.values():
+            for child in children.values():
                 child.process.kill()
                 child.process.join()
 
@@ -96,19 +126,10 @@ def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, timeout_s: float)
 class _Child:
     """A forked rank and the pipe on which it says why it failed."""
 
-    def __init__(
-        self,
-        context: multiprocessing.context.ForkContext,
-        main: RankMain,
-        rank: int,
-        num_ranks: int,
-        ranks_per_node: int,
-        timeout_s: float,
-        store: Path,
-    ) -> None:
+    def __init__(self, rank: _Rank) -> None:
+        context = multiprocessing.get_context("fork")
         self.said, end = context.Pipe(duplex=False)
-        args = (main, rank, num_ranks, ranks_per_node, timeout_s, store, end, os.getpid())
-        self.process = context.Process(target=_child_main, args=args, name=f"rank-{rank}")
+        self.process = context.Process(target=_child_main, args=(rank, end, os.getpid()), name=f"rank-{rank.rank}")
         self.process.start()
         end.close()
 
@@ -123,10 +144,7 @@ class _Child:
         code = self.process.exitcode
         if code is None or code == 0:
             return None
-        return (
-            True,
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}",
-        )
+        return True, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
 
 def _watch(ranks: dict[int, _Child]) -> None:
@@ -152,33 +170,14 @@ def _explain(ranks: dict[int, _Child]) -> str:
     return f"{where}: {message}" + ("" if len(ranks) == 1 else "\nThe other ranks were stopped.")
 
 
-def _child_main(
-    main: RankMain,
-    rank: int,
-    num_ranks: int,
-    ranks_per_node: int,
-    timeout_s: float,
-    store: Path,
-    said: Connection,
-    parent_pid: int,
-) -> None:
+def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    torch.set_num_threads(1)
     status = 1
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        main(ProcessWorld(ranks_per_node), torch.device("cpu"))
-        dist.barrier()
-        dist.destroy_process_group()
+        rank.run()
         status = 0
     except LayerwiseError as error:
         said.send((True, f"{type(error).__name__}: {error}"))
