@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
-# Small enough for 16 ranks on two cores. Attention is slow beside the links of this cluster, so that some of the
-# 20 steps have a parent over both nodes all the same.
+# Small enough for 16 ranks on two cores. Attention is slow beside the links of this cluster, so that some of the steps
+# have a parent over both nodes all the same.
 SMALL = [
-    *("--set", "tokens_per_step=2400"),
-    *("--set", "max_tokens_per_rank=256"),
-    *("--set", "data.max_tokens_per_sample=1250"),
+    *("--set", "model.num_layers=2"),
+    *("--set", "model.layer_types=[full_attention, sliding_attention]"),
+    *("--set", "tokens_per_step=2200"),
+    *("--set", "max_tokens_per_rank=224"),
+    *("--set", "data.max_tokens_per_sample=1000"),
     *("--set", "cluster.attention_efficiency=0.1"),
-    *("--set", "cluster.message_latency_s=2.5e-4"),
+    *("--set", "cluster.message_latency_s=2e-4"),
 ]
 
 
