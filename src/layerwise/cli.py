@@ -33,7 +33,8 @@ def main() -> None:
     try:
         app()
     except LayerwiseError as error:
-        print(f"layerwise: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK")  # under torchrun every rank may have something to say
+        print(f"layerwise: {'' if rank is None else f'rank {rank}: '}{error}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -12,8 +12,10 @@ import pytest
 from layerwise.cli import main
 from layerwise.cost import predict
 from layerwise.data.corpus import load_corpus
+from layerwise.errors import SpecError
 from layerwise.train.config import load_config
 from layerwise.train.loop import build_planner, build_sampler
+from layerwise.train.run import prepare_folder, run_training
 from tests.train.cli import DEMO, SMALL, metrics, run, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500), pytest.mark.xdist_group("training")]
@@ -138,6 +140,17 @@ def test_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
     again = run("train", "--config", DEMO, "--out", tmp_path / "run")
     assert again.returncode == 1
     assert "already holds a run" in again.stderr
+
+
+def test_an_output_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    config = load_config(DEMO, [setting for setting in SMALL if setting != "--set"])
+    prepare_folder(tmp_path / "out", overwrite=False)
+    (tmp_path / "out" / "metrics.jsonl").touch()  # another run that started in the meantime
+    with pytest.raises(SpecError, match="already holds a run"):
+        run_training(config, tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecError, match="cannot be written"):
+        prepare_folder(tmp_path / "file" / "out", overwrite=False)
 
 
 def children_of(pid: int) -> list[int]:

@@ -31,12 +31,19 @@ def is_writer() -> bool:
 
 
 def prepare_folder(out: Path, *, overwrite: bool) -> None:
-    """Make the output folder. Raises SpecError where it already holds a run, unless `overwrite`."""
-    if (out / METRICS_FILE).exists() and not overwrite:
-        raise SpecError(
-            f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it"
-        )
-    out.mkdir(parents=True, exist_ok=True)
+    """Make the output folder. Raises SpecError where it cannot be made or already holds a run, unless `overwrite`."""
+    metrics = out / METRICS_FILE
+    if metrics.exists() and not overwrite:
+        raise SpecError(_holds_a_run(out))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        metrics.unlink(missing_ok=True)
+    except OSError as error:
+        raise SpecError(f"--out {out}: cannot be written: {error}") from None
+
+
+def _holds_a_run(out: Path) -> str:
+    return f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it"
 
 
 def run_training(config: TrainConfig, out: Path) -> None:
@@ -49,6 +56,10 @@ def run_training(config: TrainConfig, out: Path) -> None:
     check_backend(config.attention_backend)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     if is_writer():
+        try:
+            (out / METRICS_FILE).touch(exist_ok=False)  # claims the folder: of two runs started at once, one ends here
+        except FileExistsError:
+            raise SpecError(_holds_a_run(out)) from None
         (out / CONFIG_FILE).write_text(config.to_yaml())
         Console(stderr=True).print(f"data: {corpus.report}", highlight=False, soft_wrap=True)
 
