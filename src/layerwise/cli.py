@@ -122,6 +122,7 @@ def _run(
     """Train each strategy and write one report; a single one lives in `out` itself."""
     from layerwise.train.config import load_config
     from layerwise.train.launch import under_torchrun
+    from layerwise.train.loop import build_planner
     from layerwise.train.results import print_and_report
     from layerwise.train.run import is_writer, prepare_folder, run_training
 
@@ -135,6 +136,10 @@ def _run(
         )
     if nproc is not None and under_torchrun():
         raise SpecError("--nproc has no effect under torchrun, which decides how many ranks there are; leave it out")
+    if len(configs) > 1 and under_torchrun():
+        raise SpecError("compare starts its own ranks; under torchrun, run `layerwise train` once per strategy")
+    for item in configs:
+        build_planner(item)  # a wrong strategy ends here, before another one is trained
     folders = [out] if len(configs) == 1 else [out / item.strategy for item in configs]
     if is_writer():
         for folder in folders:

@@ -79,6 +79,9 @@ def test_iterable_dataset_is_cut_into_steps() -> None:
         ({"input_ids": [1, 2], "labels": [1]}, "sample 1: 2 input_ids but labels of shape"),
         ({"input_ids": [1, 2], "labels": [1, 99]}, "sample 1: label 99"),
         ({"ids": [1]}, "needs 'input_ids'"),
+        ([1.9, 2.9], "sample 1: input_ids: expected whole numbers"),
+        ("abc", "sample 1: input_ids: expected whole numbers"),
+        ([2**70], "sample 1: input_ids: expected whole numbers"),
     ],
 )
 def test_bad_samples_are_named(sample: object, message: str) -> None:

@@ -205,6 +205,22 @@ def test_bad_settings_end_in_one_message_before_ranks_start(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_compare_checks_everything_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("layerwise.train.run.launch", lambda *a, **k: pytest.fail("ranks were started"))
+    command = ["layerwise", "compare", "--config", str(DEMO), *SMALL, "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", [*command, "--strategies", "dynamic,foo"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "strategy='foo' is unknown" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(SystemExit):
+        main()
+    assert "once per strategy" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sample_that_fits_nowhere_ends_the_run_with_one_message(tmp_path: Path) -> None:
     done = run("train", "--config", DEMO, *SMALL, "--out", tmp_path, "--set", "max_tokens_per_rank=10")
     assert done.returncode == 1

@@ -183,9 +183,9 @@ class _Tokens:
 
     @classmethod
     def read(cls, item: Any, sample_id: int, vocab_size: int | None) -> _Tokens:
-        ids = np.asarray(_field(item, "input_ids", item), dtype=np.int64)
+        ids = _whole_numbers(_field(item, "input_ids", item), f"sample {sample_id}: input_ids")
         given = _field(item, "labels", None)
-        labels = ids if given is None else np.asarray(given, dtype=np.int64)
+        labels = ids if given is None else _whole_numbers(given, f"sample {sample_id}: labels")
         if ids.ndim != 1 or not len(ids):
             raise DataError(f"sample {sample_id}: expected a non-empty list of token ids, got shape {ids.shape}")
         if labels.shape != ids.shape:
@@ -197,6 +197,17 @@ class _Tokens:
                 bad = values.max() if values.max() >= vocab_size else values.min()
                 raise DataError(f"sample {sample_id}: {name} {bad} is not in [0, vocab_size={vocab_size})")
         return cls(sample_id, ids, np.append(labels[1:], IGNORED_LABEL))
+
+
+def _whole_numbers(values: Any, where: str) -> Ints:
+    """int64 of values that are whole numbers already; floats are not rounded and text is not parsed."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{where}: not a list of whole numbers: {error}") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"{where}: expected whole numbers that fit 64 bits, got {array.dtype}")
+    return array.astype(np.int64)
 
 
 def _content(samples: list[_Tokens]) -> int:
