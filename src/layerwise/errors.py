@@ -8,6 +8,7 @@
         PlanMismatchError          ranks hold different plans for the same step
       UnsupportedError(NotImplementedError)  a feature that is refused rather than ignored
       RankFailedError(RuntimeError)          a rank process ended before its work did
+      DivergedError(ArithmeticError)         the loss or the gradient is no longer finite
 
 Messages name both numbers, the rule, the legal values and the option to change.
 """
@@ -39,6 +40,10 @@ class PlanMismatchError(PlanError):
 
 class UnsupportedError(LayerwiseError, NotImplementedError):
     """A model or kernel feature that is refused rather than ignored."""
+
+
+class DivergedError(LayerwiseError, ArithmeticError):
+    """The loss or the gradient is no longer finite."""
 
 
 class RankFailedError(LayerwiseError, RuntimeError):

@@ -25,7 +25,7 @@ LayerKind = Literal["full_attention", "sliding_attention", "chunked_attention"]
 class Record(BaseModel):
     """Base of every settings record: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ignored_types=(cached_property,))
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -224,13 +224,32 @@ def _read_spec(source: str | Path, prefix: str) -> dict[str, Any]:
     path = Path(source)
     if not path.is_file():
         raise SpecError(f"{prefix} {str(source)!r}: no such file; presets are {', '.join(preset_names(prefix))}")
-    return parse_yaml(path.read_text(), str(path))
+    return read_yaml(path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The YAML mapping in a file. Raises SpecError."""
+    try:
+        return parse_yaml(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win in silence; settings must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """A YAML mapping; `source` names it in errors. Raises SpecError."""
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise SpecError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):

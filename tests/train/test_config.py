@@ -64,7 +64,7 @@ def test_dense_model_with_a_balance_coefficient_is_refused() -> None:
     assert isinstance(load_config(DEMO, [], model=dense), TrainConfig)
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1", "x: 1"])
+@pytest.mark.parametrize("text", ["a: [", "- 1", "x: 1", "seed: 1\nseed: 2", "seed: .inf"])
 def test_bad_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(SpecError, match=r"c\.yaml"):

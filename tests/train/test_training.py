@@ -182,6 +182,7 @@ BAD_SETTINGS = [
     (["--set", "data.source=nowhere"], "nowhere"),
     (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
     (["--set", "model.vocab_size=100"], "vocab_size"),
+    (["--set", "max_tokens_per_rank=10"], "max_tokens_per_rank=10"),
 ]
 
 
@@ -221,8 +222,18 @@ def test_compare_checks_everything_before_it_trains(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sample_that_fits_nowhere_ends_the_run_with_one_message(tmp_path: Path) -> None:
-    done = run("train", "--config", DEMO, *SMALL, "--out", tmp_path, "--set", "max_tokens_per_rank=10")
+def test_a_run_that_diverges_is_no_success(tmp_path: Path) -> None:
+    one_rank = [
+        "--set",
+        "cluster.num_nodes=1",
+        "--set",
+        "cluster.ranks_per_node=1",
+        "--set",
+        "max_tokens_per_rank=2400",
+    ]
+    one_rank += ["--set", "optimizer.learning_rate=1e30", "--steps", "3"]
+    done = run("train", "--config", DEMO, *SMALL, *one_rank, "--out", tmp_path)
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("max_tokens_per_rank=10") == 1
+    assert "the gradient norm is nan" in done.stderr
+    assert "lower optimizer.learning_rate=1e+30" in done.stderr
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()

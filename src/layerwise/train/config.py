@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from layerwise.data.config import DataConfig
 from layerwise.errors import SpecError
-from layerwise.spec import ClusterSpec, ModelSpec, Record, load_cluster, load_model, parse_yaml, record_from
+from layerwise.spec import ClusterSpec, ModelSpec, Record, load_cluster, load_model, read_yaml, record_from
 
 
 class OptimizerConfig(Record):
@@ -67,7 +67,7 @@ def load_config(path: str | Path | None, overrides: list[str], **replacements: A
     Raises SpecError naming every unknown key and illegal value.
     """
     source = "--set" if path is None else str(path)
-    data = {} if path is None else _read(Path(path))
+    data = {} if path is None else read_yaml(Path(path))
     for override in overrides:
         _apply(data, override)
     data |= {key: value for key, value in replacements.items() if value is not None}
@@ -75,13 +75,6 @@ def load_config(path: str | Path | None, overrides: list[str], **replacements: A
         if key in data:
             data[key] = _resolve(data[key], load)
     return record_from(TrainConfig, data, source)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return parse_yaml(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"config {path}: cannot be read: {error}") from None
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

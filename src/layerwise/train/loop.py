@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from layerwise.cost import predict
 from layerwise.data.corpus import Corpus
 from layerwise.data.loader import PlannedLoader, Step
 from layerwise.data.sampler import StepSampler
+from layerwise.errors import DivergedError
 from layerwise.groups import World
 from layerwise.loss import balance_loss, reduce_gradients, token_loss
 from layerwise.model import HybridLM, ModelOptions
@@ -80,6 +82,11 @@ def train(config: TrainConfig, corpus: Corpus, world: World, device: torch.devic
         losses = _accumulate_gradients(model, step, config)
         reduce_gradients(model.parameters(), world)
         grad_norm = clip_grad_norm_(model.parameters(), opt.clip_grad_norm or torch.inf)
+        if not math.isfinite(grad_norm):
+            raise DivergedError(
+                f"step {step.index}: the gradient norm is {float(grad_norm)}, so the weights were not changed; lower "
+                f"optimizer.learning_rate={opt.learning_rate}, set optimizer.clip_grad_norm, or look for bad samples"
+            )
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

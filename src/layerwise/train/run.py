@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from layerwise.data.corpus import load_corpus
-from layerwise.errors import SpecError
+from layerwise.data.corpus import Corpus, load_corpus
+from layerwise.errors import InfeasibleError, SpecError
 from layerwise.groups import World
 from layerwise.kernels import check_backend
-from layerwise.planners import STRATEGIES
+from layerwise.planners import STRATEGIES, Planner
 from layerwise.train.config import TrainConfig
 from layerwise.train.launch import launch
 from layerwise.train.loop import build_planner, train
 from layerwise.train.metrics import Recorder
 
 METRICS_FILE, CONFIG_FILE, REPORT_FILE = "metrics.jsonl", "config.yaml", "report.html"
+EVENTS_FOLDER = "tensorboard"
 
 
 def is_writer() -> bool:
@@ -38,6 +40,7 @@ def prepare_folder(out: Path, *, overwrite: bool) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         metrics.unlink(missing_ok=True)
+        shutil.rmtree(out / EVENTS_FOLDER, ignore_errors=True)
     except OSError as error:
         raise SpecError(f"--out {out}: cannot be written: {error}") from None
 
@@ -52,9 +55,10 @@ def run_training(config: TrainConfig, out: Path) -> None:
     Raises LayerwiseError; what the folder holds then is a readable beginning of a run.
     """
     # What is wrong with strategy, kernel or data ends here, before any rank starts; forked ranks share what is loaded.
-    build_planner(config)
+    planner = build_planner(config)
     check_backend(config.attention_backend)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    _check_longest(corpus, planner)
     if is_writer():
         try:
             (out / METRICS_FILE).touch(exist_ok=False)  # claims the folder: of two runs started at once, one ends here
@@ -74,6 +78,16 @@ def run_training(config: TrainConfig, out: Path) -> None:
         device=config.device,
         timeout_s=config.timeout_s,
     )
+
+
+def _check_longest(corpus: Corpus, planner: Planner) -> None:
+    longest = int(corpus.lengths.argmax())
+    try:
+        planner([int(corpus.lengths[longest])])
+    except InfeasibleError as error:
+        raise InfeasibleError(
+            f"the longest sample of the data, {corpus[longest].name!r}, planned alone: {error}"
+        ) from None
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
