@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/layerwise compare --config examples/demo.yaml --strategies dynamic,repack+parents --out runs/demo --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(BIN)/ruff check .
