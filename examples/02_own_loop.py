@@ -1,7 +1,11 @@
 """Your model, your loop: the lines that layerwise needs are marked with a star.
 
 torchrun --nproc-per-node 4 examples/02_own_loop.py
+
+An even number of ranks is seen as nodes of two; plain `python examples/02_own_loop.py` runs one rank.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -59,10 +63,13 @@ def counting_dataset() -> list[list[int]]:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+        world = lw.ProcessWorld(ranks_per_node=2)  # *
+    else:
+        world = lw.solo_world()
     dataset = counting_dataset()
-    cluster = lw.ClusterSpec(num_nodes=dist.get_world_size() // 2, ranks_per_node=2)
-    world = lw.ProcessWorld(cluster.ranks_per_node)  # *
+    cluster = lw.ClusterSpec(num_nodes=world.num_ranks // world.ranks_per_node, ranks_per_node=world.ranks_per_node)
     planner = lw.Planner(strategy="repack+parents", cluster=cluster, model=MODEL, max_tokens_per_rank=512)  # *
     steps = lw.StepSampler([len(sample) for sample in dataset], tokens_per_step=800, num_steps=30)
     torch.manual_seed(0)
@@ -82,7 +89,8 @@ def main() -> None:
         world.all_reduce(total)
         if world.rank == 0 and step.index % 10 in (0, 9):
             print(f"step {step.index:2d}  loss {total.item():.3f}")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

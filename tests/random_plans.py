@@ -14,10 +14,17 @@ def random_step(
     specs: dict[str, AttentionSpec],
     num_ranks: int,
     ranks_per_node: int,
+    moving_kinds: tuple[str, ...] = (),
 ) -> StepPlan:
-    """One micro-batch whose shards and tiles are cut and placed at random; some ranks stay empty."""
+    """One micro-batch whose shards and tiles are cut and placed at random; some ranks stay empty.
+
+    Layers of `moving_kinds` keep hidden states on shards of their own.
+    """
     allowed = rng.permutation(num_ranks)[: max(1, num_ranks - int(rng.integers(0, num_ranks // 2 + 1)))]
-    shards = [shard for sample, length in enumerate(lengths) for shard in _random_shards(rng, sample, length, allowed)]
+    home, *own = (
+        [shard for sample, length in enumerate(lengths) for shard in _random_shards(rng, sample, length, allowed)]
+        for _ in range(1 + len(moving_kinds))
+    )
     tiles = {
         kind: [
             tile for sample, length in enumerate(lengths) for tile in _random_tiles(rng, sample, length, spec, allowed)
@@ -25,7 +32,9 @@ def random_step(
         for kind, spec in specs.items()
     }
     microbatch = MicrobatchPlan(
-        shards=shard_table(shards), tiles={kind: tile_table(rows) for kind, rows in tiles.items()}
+        shards=shard_table(home),
+        tiles={kind: tile_table(rows) for kind, rows in tiles.items()},
+        shards_by_kind={kind: shard_table(rows) for kind, rows in zip(moving_kinds, own, strict=True)},
     )
     plan = StepPlan(
         strategy="random",

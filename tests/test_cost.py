@@ -1,19 +1,19 @@
 """The cost model by hand: FLOPs, bytes, seconds and calls of small plans."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from layerwise.cost import (
     CostModel,
-    attention_flops,
-    head_flops_per_token,
-    linear_flops_per_token,
-    pair_flops,
+    Sent,
     predict,
 )
+from layerwise.flops import attention_flops, head_flops_per_token, linear_flops_per_token, model_flops, pair_flops
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.planners.estimate import GroupClass, group_base, group_loads
-from layerwise.spec import ClusterSpec, ModelSpec
+from layerwise.spec import ClusterSpec, EfficiencyTable, ModelSpec
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, wide_plan
 
 # Round rates: 1 FLOP takes 1/1000 s, a byte 1/100 s inside and 1/10 s between nodes, a message 1/4 s.
@@ -43,6 +43,16 @@ MODEL = ModelSpec(
 LINEAR_FLOPS = 2 * (3 * 8 + 3 * 4 + 3 * 6 + 12 * 3 + 3 * 3 * 7)
 HEAD_FLOPS = 2 * 3 * 5
 PAIR_FLOPS = 2 * (4 + 6)
+# Parameters of a layer: 90 of attention, 36 of the shared expert and 24 of the router; 45 of each of 8 experts.
+MOE = MODEL.model_copy(
+    update={
+        "intermediate_size": 0,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "moe_intermediate_size": 5,
+        "shared_intermediate_size": 4,
+    }
+)
 
 
 def _plan(shards: list[Shard], tiles: list[Tile], lengths: tuple[int, ...], cluster: ClusterSpec = CLUSTER) -> StepPlan:
@@ -77,17 +87,37 @@ def test_flops_per_token() -> None:
 
 
 def test_only_active_experts_count() -> None:
-    moe = MODEL.model_copy(
-        update={
-            "intermediate_size": 0,
-            "num_experts": 9,
-            "experts_per_token": 2,
-            "moe_intermediate_size": 5,
-            "shared_intermediate_size": 4,
-        }
-    )
-    mlp_flops = 2 * 3 * 3 * (2 * 5 + 4) + 2 * 3 * 9  # experts and shared expert, router
-    assert linear_flops_per_token(moe, "full_attention") == LINEAR_FLOPS - 2 * 3 * 3 * 7 + mlp_flops
+    mlp_flops = 2 * 3 * 3 * (2 * 5 + 4) + 2 * 3 * 8  # experts and shared expert, router
+    assert linear_flops_per_token(MOE, "full_attention") == LINEAR_FLOPS - 2 * 3 * 3 * 7 + mlp_flops
+
+
+def test_an_output_gate_is_as_wide_as_the_attention_output() -> None:
+    gated = MODEL.model_copy(update={"output_gate": True})
+    assert linear_flops_per_token(gated, "full_attention") == LINEAR_FLOPS + 2 * 3 * 2 * 6
+
+
+def test_heads_of_a_kind_make_its_projections() -> None:
+    kinds = {"num_heads": {"sliding_attention": 6}, "kv_heads": {"sliding_attention": 2}}
+    changes = {f"{key}_by_kind": value for key, value in kinds.items()}
+    changes |= {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 4}
+    model = MODEL.model_copy(update=changes)
+    assert linear_flops_per_token(model, "full_attention") == LINEAR_FLOPS
+    mlp, projections = 3 * 3 * 7, 3 * 6 * 4 + 3 * 2 * 4 + 3 * 2 * 6 + 6 * 6 * 3
+    assert linear_flops_per_token(model, "sliding_attention") == 2 * (mlp + projections)
+
+
+def test_dense_layers_count_by_their_share_of_a_kind() -> None:
+    mixed = MOE.model_copy(update={"num_dense_layers": 1, "intermediate_size": 7})
+    dense, moe = (linear_flops_per_token(model, "full_attention") for model in (MODEL, MOE))
+    assert linear_flops_per_token(mixed, "full_attention") == (dense + moe) / 2
+
+
+def test_linear_mixers_count_their_tokens() -> None:
+    linear = MODEL.model_copy(update={"layer_types": ("linear_attention",)})
+    spec = linear.attention("linear_attention")
+    flops = model_flops(linear, np.array([6, 5]))
+    tokens_flops = 2 * LINEAR_FLOPS + HEAD_FLOPS + 2 * 2 * spec.linear_pairs * PAIR_FLOPS  # 2 layers, 2 heads
+    assert flops == 3 * 11 * tokens_flops
 
 
 def test_attention_flops_count_allowed_pairs() -> None:
@@ -135,15 +165,115 @@ def test_calls_are_four_per_layer_in_the_whole_block() -> None:
 
 def test_links_overlap_and_the_larger_side_counts() -> None:
     cost = CostModel(cluster=CLUSTER, model=MODEL)
-    sent = np.zeros((4, 4))
-    sent[0, 1], sent[0, 2], sent[3, 2] = 300, 20, 500
+    sent = Sent(np.array([0, 0, 3]), np.array([1, 2, 2]), np.array([300.0, 20.0, 500.0]))
     # Rank 0 sends 3 s inside and 2 s between nodes, two messages; rank 2 receives 5 s and 2 s, two messages.
     assert cost.exchange_s(sent).tolist() == [3.0 + 0.5, 3.0 + 0.25, 5.0 + 0.5, 5.0 + 0.25]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_moves_of_hidden_states_are_passes_of_their_own(recompute: bool) -> None:
+    """Both full layers keep 3 tokens on rank 1 and 3 on rank 2, the home is rank 0: one move there, one back."""
+    cluster = CLUSTER.model_copy(update={"recompute": recompute})
+    tiles = tile_table([Tile(0, 1, 0, 3, 0, 0, 2), Tile(0, 2, 3, 6, 0, 0, 2)])
+    plan = _plan([Shard(0, 0, 0, 6)], list(tiles), (6,), cluster)
+    own = {"full_attention": shard_table([Shard(0, 1, 0, 3), Shard(0, 2, 3, 6)])}
+    (microbatch,) = plan.microbatches
+    moving = replace(plan, microbatches=(replace(microbatch, shards_by_kind=own),))
+    moving.validate()
+    prediction = predict(moving, cluster, MODEL)
+    half = 3 * 3 * 2  # tokens x hidden size x bytes
+    # Rank 0 sends halves in the move there, and gradients of halves in the backward of the move back.
+    assert prediction.moves.rank_fast_bytes.tolist() == [2 * half, 2 * half, 0, 0]
+    assert prediction.moves.rank_slow_bytes.tolist() == [2 * half, 0, 2 * half, 0]
+    assert prediction.moves.calls.tolist() == [4, 4, 4, 4]
+    assert prediction.moves.seconds == pytest.approx(4 * (half / 10 + 2 * 0.25))
+    # The slower of the two, rank 2, has 3 tokens, not the home's 6, and queries of 4 to 6 keys; rank 1 sends it K and V.
+    layer_s = (3 + recompute) * 3 * LINEAR_FLOPS / 1000 + (3.5 + recompute) * (4 + 5 + 6) * 2 * PAIR_FLOPS / 1000
+    layer_s += (2 + recompute) * (3 * (4 + 6) * 2 / 10 + 0.25)
+    assert prediction.kinds["full_attention"].seconds == pytest.approx(2 * layer_s)
+    assert prediction.head_s == pytest.approx(3 * 6 * HEAD_FLOPS / 1000)
+    assert prediction.seconds == pytest.approx(prediction.moves.seconds + 2 * layer_s + prediction.head_s)
+    assert predict(plan, cluster, MODEL).moves.calls.tolist() == [0, 0, 0, 0]
 
 
 def test_element_bytes_override() -> None:
     two, eight = (predict(_ulysses((0, 2)), CLUSTER, MODEL, element_bytes=n).kinds["full_attention"] for n in (None, 8))
     assert eight.slow_bytes == 4 * two.slow_bytes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "degree", "params_s"),
+    [
+        # 8 bytes per parameter: two gathers of 2 bytes, gradients of 4. Dense: 150; each rank of a node fetches half of
+        # the half that the other node holds. Experts: 360; degree 2 leaves a rank 180, half of it in the other node.
+        (2, 2, 8 * (150 / 2 / 2 + 180 / 2) / 10),
+        (2, 1, 8 * (150 / 2 / 2 + 360 / 2 / 2) / 10),
+        (2, 4, 8 * (150 / 2 / 2) / 10),  # each expert is on one rank: nothing to fetch
+        (1, 2, 8 * (150 * 3 / 4 + 180 / 2) / 100),  # one node of four
+    ],
+)
+def test_sharded_parameters(nodes: int, degree: int, params_s: float) -> None:
+    settings = {"num_nodes": nodes, "ranks_per_node": 4 // nodes, "expert_parallel_degree": degree}
+    cluster = CLUSTER.model_copy(update=settings | {"sharded_params": True})
+    for recompute in (False, True):  # the gather of backward serves it
+        cost = CostModel(cluster=cluster.model_copy(update={"recompute": recompute}), model=MOE)
+        assert cost.layers[0].params_s == pytest.approx(params_s)
+    whole = CostModel(cluster=cluster.model_copy(update={"sharded_params": False}), model=MOE)
+    assert whole.layers[0].params_s == 0
+
+
+@pytest.mark.parametrize(
+    ("degree", "copies", "copy_s"),
+    [(1, 1, 0), (2, 2, 1 / 2 / 100), (4, 3, 2 / 4 / 10)],  # half stay; half go to the neighbour; half to the other node
+)
+def test_expert_dispatch(degree: int, copies: int, copy_s: float) -> None:
+    """A token of 3 x 2 bytes to 3 experts and back, forward and backward; with recompute, once more there and back."""
+    moe, cluster = MOE.model_copy(update={"experts_per_token": 3}), {"expert_parallel_degree": degree}
+    mixed = moe.model_copy(update={"num_dense_layers": 1, "intermediate_size": 7})
+    for model, recompute, trips in ((moe, False, 4), (moe, True, 6), (mixed, False, 2), (MODEL, False, 0)):
+        cost = CostModel(cluster=CLUSTER.model_copy(update=cluster | {"recompute": recompute}), model=model)
+        assert cost.layers[0].dispatch_s == pytest.approx(trips * copies * 3 * 2 * copy_s)
+
+
+def test_compute_hides_a_share_of_the_traffic() -> None:
+    """The rank with tokens has compute to hide it behind; ranks without wait for the parameters all the same."""
+    changes = {"sharded_params": True, "expert_parallel_degree": 4, "overlap": 0.25}
+    cost = CostModel(cluster=CLUSTER.model_copy(update=changes), model=MOE)
+    times = cost.layer_times(_local().microbatches[0])["full_attention"]
+    linear_flops = 2 * (150 + 2 * 45)
+    compute_s = (3 * 6 * linear_flops + 3.5 * 21 * 2 * PAIR_FLOPS) / 1000
+    params_s, dispatch_s = 8 * 37.5 / 10, 6 * 4 * 2 * 3 * 2 * 2 / 4 / 10
+    assert times.compute_s.tolist() == pytest.approx([compute_s, 0, 0, 0])
+    assert times.exposed_s.tolist() == pytest.approx([params_s + dispatch_s - compute_s / 4, *[params_s] * 3])
+    slowest_s = max(compute_s + params_s + dispatch_s - compute_s / 4, params_s)
+    assert cost.predict(_local()).kinds["full_attention"].seconds == pytest.approx(2 * slowest_s)
+    hidden = CostModel(
+        cluster=CLUSTER.model_copy(update=changes | {"sharded_params": False, "overlap": 1.0}), model=MOE
+    )
+    assert hidden.layers[0].exposed_s(np.array([1.0, 99.0]), np.array([1, 6])).tolist() == pytest.approx([1.4, 0])
+
+
+def test_recompute_runs_every_forward_twice() -> None:
+    cluster = CLUSTER.model_copy(update={"recompute": True})
+    prediction = predict(_ulysses((1, 2)), cluster, MODEL)
+    kind = prediction.kinds["full_attention"]
+    to_tiles, from_tiles = 3 * (4 + 4 + 6) * 2, 3 * 6 * 2
+    comm_s = 3 * (to_tiles / 10 + 0.25 + from_tiles / 10 + 0.25)
+    compute_s = (4 * 3 * LINEAR_FLOPS + 4.5 * 21 * PAIR_FLOPS) / 1000
+    assert kind.seconds == pytest.approx(2 * (compute_s + comm_s))
+    assert kind.slow_bytes == 2 * 3 * 2 * (to_tiles + from_tiles)  # ranks x passes x layers
+    assert kind.calls.tolist() == [12] * 4
+    assert prediction.head_s == pytest.approx(3 * 3 * HEAD_FLOPS / 1000)  # not recomputed
+    flops = 2 * (3 * 6 * LINEAR_FLOPS + 3 * 21 * 2 * PAIR_FLOPS) + 3 * 6 * HEAD_FLOPS  # nor counted twice
+    assert prediction.mfu == pytest.approx(flops / (4 * 2000 * prediction.seconds))
+
+
+def test_attention_is_as_fast_as_the_table_says() -> None:
+    """Six keys lie halfway between 3 and 12 in log2."""
+    table = EfficiencyTable(lengths=(3, 12), efficiency=((0.2,), (0.6,)))
+    cluster = CLUSTER.model_copy(update={"attention_efficiency": table})
+    times = CostModel(cluster=cluster, model=MODEL).layer_times(_local().microbatches[0])["full_attention"]
+    assert times.attention_s[0] == pytest.approx(3.5 * 21 * 2 * PAIR_FLOPS / (2000 * 0.4))
 
 
 @pytest.mark.parametrize("sync", ["layer", "step"])

@@ -24,6 +24,7 @@ FULL_TILES = [
     Tile(0, 2, 6, 10, 0, 6, 8),
     Tile(1, 2, 0, 4, 0, 0, 8),
 ]
+MOVED = [Shard(0, 2, 0, 5), Shard(0, 3, 5, 10), Shard(1, 0, 0, 4)]
 SLIDING_TILES = [Tile(0, 0, 0, 5, 0, 0, 8), Tile(0, 1, 5, 10, 3, 0, 8), Tile(1, 2, 0, 4, 0, 0, 8)]
 
 
@@ -31,12 +32,14 @@ def _plan(
     shards: list[Shard] = SHARDS,
     full: list[Tile] = FULL_TILES,
     sliding: list[Tile] = SLIDING_TILES,
+    own: dict[str, list[Shard]] | None = None,
     **changes: Any,
 ) -> StepPlan:
     microbatch = MicrobatchPlan(
         shards=shard_table(shards),
         tiles={"full_attention": tile_table(full), "sliding_attention": tile_table(sliding)},
         parents=(Parent(first_rank=0, sp_degree=4, samples=(0, 1), repacked=True),),
+        shards_by_kind={kind: shard_table(rows) for kind, rows in (own or {}).items()},
     )
     base: dict[str, Any] = {
         "strategy": "by hand",
@@ -111,6 +114,30 @@ def test_keys_must_be_those_that_the_window_needs(k0: int) -> None:
         _plan(sliding=_swap(SLIDING_TILES, 1, Tile(0, 1, 5, 10, k0, 0, 8))).validate()
 
 
+def test_a_kind_may_keep_hidden_states_on_other_shards() -> None:
+    plan = _plan(own={"full_attention": MOVED})
+    plan.validate()
+    (microbatch,) = plan.microbatches
+    assert microbatch.tokens_per_rank(4).tolist() == [5, 5, 4, 0]
+    assert microbatch.tokens_per_rank(4, "full_attention").tolist() == [4, 0, 5, 5]
+    assert microbatch.shards_at("sliding_attention") is microbatch.shards
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"linear_attention": MOVED}, "shards of layer kind 'linear_attention', but the model has"),
+        ({"full_attention": MOVED[:2]}, "shards of full_attention: samples other than those of the home"),
+        ({"full_attention": _swap(MOVED, 1, Shard(0, 3, 6, 10))}, r"shards of full_attention: .* should start at 5"),
+        ({"full_attention": _swap(MOVED, 2, Shard(1, 3, 0, 4))}, "shards of full_attention: rank 3 holds 9 tokens"),
+        ({"full_attention": _swap(MOVED, 2, Shard(1, 4, 0, 4))}, r"rank 4 is not in \[0, 4\)"),
+    ],
+)
+def test_broken_shards_of_a_kind(own: dict[str, list[Shard]], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        _plan(own=own).validate()
+
+
 def test_a_sample_in_two_microbatches() -> None:
     plan = _plan()
     with pytest.raises(PlanError, match="each in exactly one micro-batch"):
@@ -130,12 +157,18 @@ def test_row_order_does_not_matter() -> None:
     assert _plan().digest() == _plan(SHARDS[::-1], FULL_TILES[::-1], SLIDING_TILES[::-1]).digest()
 
 
-@pytest.mark.parametrize("strategy", ["static", "dynamic", "repack+parents"])
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "redistribute", "repack+parents"])
 def test_json_round_trip(strategy: str) -> None:
-    for plan in (_plan(), wide_plan(strategy, [15000, 900, 40, 1])):
+    for plan in (_plan(own={"full_attention": MOVED}), wide_plan(strategy, [15000, 900, 40, 1])):
         again = StepPlan.from_json(plan.to_json())
         assert again == plan
         assert again.digest() == plan.digest()
+
+
+def test_plan_files_from_before_shards_by_kind_are_read() -> None:
+    data = json.loads(_plan().to_json())
+    del data["microbatches"][0]["shards_by_kind"]
+    assert StepPlan.from_json(json.dumps(data)) == _plan()
 
 
 def test_bad_plan_files() -> None:
@@ -160,6 +193,8 @@ def test_the_digest_sees_every_change() -> None:
         _plan(ranks_per_node=4),
         _plan(max_tokens_per_rank=6),
         _plan(shards=_swap(SHARDS, 2, Shard(1, 3, 0, 4))),
+        _plan(own={"full_attention": MOVED}),
+        _plan(own={"sliding_attention": MOVED}),
         _plan(full=_swap(FULL_TILES, 4, Tile(1, 3, 0, 4, 0, 0, 8))),
         _plan(sliding=_swap(SLIDING_TILES, 2, Tile(1, 3, 0, 4, 0, 0, 8))),
         _plan(attention={"full_attention": FULL, "sliding_attention": SLIDING.model_copy(update={"window": 4})}),

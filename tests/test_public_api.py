@@ -1,8 +1,10 @@
 """What users touch is frozen here: importable names, commands and their options, and what importing costs."""
 
 import importlib
+import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import typer
 
 import layerwise
-from layerwise.cli import app
+from layerwise.cli import app, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +35,7 @@ def test_the_door_is_exact() -> None:
         "load_model",
         "plan_step",
         "reduce_gradients",
+        "relocate",
         "solo_world",
         "token_loss",
     ]
@@ -50,20 +53,13 @@ def test_the_door_is_exact() -> None:
 def test_commands_and_options() -> None:
     command = typer.main.get_command(app)
     options = {name: sorted(o for p in sub.params for o in p.opts) for name, sub in command.commands.items()}  # type: ignore[attr-defined]
-    assert options == {
-        "plan": [
-            "--cluster",
-            "--json",
-            "--lengths",
-            "--max-tokens-per-rank",
-            "--model",
-            "--samples",
-            "--set",
-            "--strategy",
-        ],
-        "train": ["--config", "--nproc", "--out", "--overwrite", "--set", "--steps", "--strategy"],
-        "compare": ["--config", "--out", "--overwrite", "--set", "--steps", "--strategies"],
-    }
+    assert set(options) == {"plan", "simulate", "evaluate", "calibrate", "train", "compare"}
+    assert options["train"] == ["--config", "--nproc", "--out", "--overwrite", "--set", "--steps", "--strategy"]
+    assert options["compare"] == ["--config", "--out", "--overwrite", "--set", "--steps", "--strategies"]
+    planning = {"--cluster", "--json", "--lengths", "--max-tokens-per-rank", "--model", "--strategy"}
+    assert planning <= set(options["plan"])
+    assert planning <= set(options["simulate"])
+    assert {"--workload", "--strategies", "--steps", "--json", "--report", "--png"} <= set(options["evaluate"])
 
 
 def test_planning_does_not_import_torch(tmp_path: Path) -> None:
@@ -79,6 +75,72 @@ def test_planning_does_not_import_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "predicted" in done.stdout
+
+
+def plan_demo(monkeypatch: pytest.MonkeyPatch, lengths: str, *arguments: object) -> int:
+    """Exit status of `layerwise plan` in this process."""
+    command = ["plan", "--lengths", lengths, "--cluster", "demo", "--model", "demo", *arguments]
+    monkeypatch.setattr("sys.argv", ["layerwise", *map(str, command)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def test_plan_file_is_whole_and_as_the_umask_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lengths.txt").write_text("900\n40\n7\n")
+    before = os.umask(0o022)
+    try:
+        assert plan_demo(monkeypatch, str(tmp_path / "lengths.txt"), "--json", tmp_path / "plan.json") == 0
+    finally:
+        os.umask(before)
+    assert layerwise.StepPlan.from_json((tmp_path / "plan.json").read_text()).lengths == (900, 40, 7)
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o644
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.txt", "plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "none/plan.json"], "--json none/plan.json: no such folder 'none'"),
+        (["--json", "folder"], "--json folder: is there already and is no file"),
+        (["--json", "x" * 300], f"--json {'x' * 300}: cannot be written: File name too long"),
+        (["--set", "=3"], "--set '=3': expected key=value"),
+        (["--set", "sp_degree=["], "--set 'sp_degree=[': the value is not valid YAML"),
+        (["--strategy", "static", "--set", "sp_degree=true"], "sp_degree: got True, which is legal for yes/no"),
+    ],
+)
+def test_plan_with_a_bad_option_prints_the_message_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "lengths.txt").write_text("900\n")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert plan_demo(monkeypatch, "lengths.txt", *arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("layerwise: ")
+    assert message in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "lengths.txt"]
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(path: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("layerwise.commands.plan.read_lengths", interrupted)
+    assert plan_demo(monkeypatch, "lengths.txt") == 130
+    assert capsys.readouterr().err == "layerwise: interrupted\n"
+
+
+def test_the_loop_of_the_example_runs_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "02_own_loop.py"), run_name="__main__")
+    first, *_, last = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert last < first / 2
 
 
 @pytest.mark.parametrize("path", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])

@@ -1,12 +1,16 @@
 """Masks, settings and presets."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from layerwise.errors import SpecError
+from layerwise.flops import dense_weights, expert_weights
 from layerwise.spec import (
     AttentionSpec,
     ClusterSpec,
+    EfficiencyTable,
     ModelSpec,
     load_cluster,
     load_model,
@@ -40,6 +44,24 @@ def test_pairs_count_the_keys_of_every_query(mask: dict[str, int]) -> None:
         assert spec.pairs(q0, q1) == allowed[q0:q1].sum()
 
 
+def test_a_linear_mixer_costs_the_same_for_every_token_and_needs_all_before_it() -> None:
+    """Per token and head: chunks of 64 with 3 products of dk and 2 of dv per pair, and 3 of dk x dv with the state."""
+    spec = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=4, v_head_dim=8, linear=True)
+    flops = 2 * (32 * (3 * 4 + 2 * 8) + 3 * 4 * 8)
+    per_token = -(-flops // (2 * (4 + 8)))
+    assert (spec.pairs(0, 10), spec.pairs(7, 10), spec.pairs(7, 7)) == (10 * per_token, 10 * per_token, 0)
+    assert spec.pairs(np.array([0, 3]), np.array([3, 3])).tolist() == [3 * per_token, 0]
+    assert spec.first_key(np.array([0, 9])).tolist() == [0, 0]
+    assert not spec.is_full
+
+
+@pytest.mark.parametrize("names", [("window", "chunk"), ("window", "linear"), ("chunk", "linear")])
+def test_a_kind_has_one_mask(names: tuple[str, str]) -> None:
+    masks = {"window": 2, "chunk": 2, "linear": True}
+    with pytest.raises(ValueError, match="one of window, chunk and linear"):
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=4, v_head_dim=4, **{name: masks[name] for name in names})
+
+
 def test_kv_range_covers_the_groups_that_the_heads_read() -> None:
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=4, v_head_dim=4)
     assert [spec.kv_range(*heads) for heads in [(0, 4), (4, 8), (0, 8), (5, 6), (3, 4)]] == [
@@ -68,6 +90,38 @@ def test_a_period_of_layer_types_is_repeated() -> None:
     assert model.attention("full_attention").window is None
 
 
+def test_kinds_may_differ_in_every_shape() -> None:
+    changes = {
+        "layer_types": ["full_attention", "linear_attention"],
+        "num_heads_by_kind": {"linear_attention": 6},
+        "kv_heads_by_kind": {"linear_attention": 3},
+        "head_dim_by_kind": {"linear_attention": 5},
+        "v_head_dim_by_kind": {"linear_attention": 7},
+    }
+    model = record_from(ModelSpec, DENSE | changes, "m")
+    shapes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 5, "v_head_dim": 7}
+    assert model.attention("linear_attention") == AttentionSpec(**shapes, linear=True)
+    shapes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "v_head_dim": 4}
+    assert model.attention("full_attention") == AttentionSpec(**shapes)
+
+
+def test_the_share_of_moe_layers_follows_the_first_dense_ones() -> None:
+    changes = {
+        "num_layers": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 3,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "moe_intermediate_size": 4,
+        "num_dense_layers": 3,
+    }
+    model = record_from(ModelSpec, DENSE | changes, "m")
+    assert (model.moe_share("full_attention"), model.moe_share("sliding_attention")) == (1 / 3, 2 / 3)
+
+
+MOE = {"num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -88,9 +142,15 @@ def test_a_period_of_layer_types_is_repeated() -> None:
         ),
         ({"intermediate_size": 0}, "not both and not neither"),
         ({"shared_intermediate_size": 4}, "no effect without num_experts"),
+        ({"num_dense_layers": 1}, "no effect without num_experts"),
+        ({**MOE, "num_dense_layers": 2}, "num_dense_layers=2 leaves no layer of num_layers=2"),
+        ({**MOE, "num_dense_layers": 1, "intermediate_size": 0}, "not both and not neither"),
+        ({**MOE, "num_dense_layers": 0}, "both only for a MoE model with num_dense_layers"),
         ({"kv_heads_by_kind": {"sliding_attention": 2}}, "which layer_types does not use"),
         ({"hiden_size": 8}, "m: unknown option 'hiden_size'; legal here: .*hidden_size"),
         ({"hidden_size": "wide"}, "hidden_size.*got 'wide'"),
+        ({"num_layers": True}, "m: num_layers: got True, which is legal for yes/no"),
+        ({"v_head_dim": True}, "m: v_head_dim: got True, which is legal for yes/no"),
     ],
 )
 def test_bad_models_are_explained(change: dict[str, object], message: str) -> None:
@@ -104,19 +164,107 @@ def test_every_fault_is_named_at_once() -> None:
     assert "ranks_per_node" in str(caught.value)
 
 
+def test_efficiency_between_entries_is_linear_in_log2() -> None:
+    table = EfficiencyTable(lengths=(16, 64), heads=(1, 4), efficiency=((0.1, 0.3), (0.2, 0.8)))
+    assert table.at(16, 1) == pytest.approx(0.1)
+    assert table.at(64, 4) == pytest.approx(0.8)
+    assert table.at(32, 1) == pytest.approx(0.15)  # halfway from 16 to 64
+    assert table.at(32, 2) == pytest.approx((0.1 + 0.3 + 0.2 + 0.8) / 4)
+    assert table.at(64, np.array([1, 2, 4])) == pytest.approx([0.2, 0.5, 0.8])
+
+
+def test_efficiency_stays_as_at_the_nearest_entry() -> None:
+    table = EfficiencyTable(lengths=(16, 64), heads=(2, 4), efficiency=((0.1, 0.3), (0.2, 0.8)))
+    corners = table.at(np.array([[0], [1], [10**9]]), np.array([0.5, 1, 64]))
+    assert corners.tolist() == [[0.1, 0.1, 0.3], [0.1, 0.1, 0.3], [0.2, 0.2, 0.8]]
+    one = EfficiencyTable(lengths=(16,), efficiency=((0.4,),))
+    assert one.at(np.array([1, 16, 999]), 7).tolist() == [0.4, 0.4, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"lengths": [16, 16], "efficiency": [[0.1], [0.2]]}, r"lengths=\(16, 16\) must be at least 1 and ascend"),
+        ({"lengths": [0, 16], "efficiency": [[0.1], [0.2]]}, r"lengths=\(0, 16\) must be at least 1 and ascend"),
+        ({"lengths": [1], "heads": [4, 2], "efficiency": [[0.1, 0.2]]}, r"heads=\(4, 2\) must be"),
+        ({"lengths": [1, 2], "efficiency": [[0.1]]}, "1 rows of .* expected 2 rows"),
+        (
+            {"lengths": [1], "heads": [1, 2], "efficiency": [[0.1]]},
+            r"1 rows of \[1\] columns; expected .* of 2 columns",
+        ),
+        ({"lengths": [1], "efficiency": [[1.5]]}, r"every efficiency lies in \(0, 1\]"),
+    ],
+)
+def test_bad_efficiency_tables_are_explained(table: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        record_from(ClusterSpec, {"num_nodes": 1, "ranks_per_node": 1, "attention_efficiency": table}, "c")
+
+
+def test_kinds_other_than_full_attention_may_have_an_efficiency_of_their_own() -> None:
+    shapes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "v_head_dim": 4}
+    full, *others = (AttentionSpec(**shapes, **m) for m in ({}, {"window": 3}, {"chunk": 3}, {"linear": True}))
+    table = EfficiencyTable(lengths=(16,), heads=(1, 4), efficiency=((0.1, 0.3),))
+    cluster = ClusterSpec(num_nodes=1, ranks_per_node=1, attention_efficiency=0.5, window_efficiency=table)
+    assert cluster.efficiency(full, 16, 4) == 0.5
+    assert [float(cluster.efficiency(spec, 16, 4)) for spec in others] == pytest.approx([0.3] * 3)
+    cluster = ClusterSpec(num_nodes=1, ranks_per_node=1, attention_efficiency=0.5)
+    assert [cluster.efficiency(spec, 16, 4) for spec in others] == [0.5] * 3
+
+
+def test_experts_are_shared_by_a_divisor_of_the_ranks() -> None:
+    assert ClusterSpec(num_nodes=3, ranks_per_node=4, expert_parallel_degree=6).expert_parallel_degree == 6
+    with pytest.raises(SpecError, match=r"=5 must divide the 12 ranks; legal values: \[1, 2, 3, 4, 6, 12\]"):
+        record_from(ClusterSpec, {"num_nodes": 3, "ranks_per_node": 4, "expert_parallel_degree": 5}, "c")
+
+
 def test_nodes_of_ranks() -> None:
     cluster = ClusterSpec(num_nodes=3, ranks_per_node=4)
     assert cluster.num_ranks == 12
     assert cluster.node_of(np.array([0, 3, 4, 11])).tolist() == [0, 0, 1, 2]
 
 
+# Billions of parameters, all and active per token, as their authors publish them; embeddings of tokens that a step does
+# not look up count as active in some of them and not in others.
+PUBLISHED = {
+    "command-a": (111, 111),
+    "gpt-oss-120b": (117, 5.1),
+    "llama4-scout": (109, 17),
+    "mimo-v2-flash": (309, 15),
+    "olmo3-7b": (7.3, 7.3),
+    "qwen3-next-80b-a3b": (80, 3),
+    "qwen3.5-35b-a3b": (35, 3),
+    "trinity-large": (398, 13),
+    "trinity-mini": (26, 3),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    model = load_model(name)
+    embeddings = model.hidden_size * model.vocab_size * (1 if model.tie_embeddings else 2)
+    total, active = embeddings, 0
+    for kind in model.kinds:
+        dense, moe = dense_weights(model, kind), model.moe_share(kind) * expert_weights(model)
+        total += model.num_layers_of(kind) * (dense + moe * model.num_experts)
+        active += model.num_layers_of(kind) * (dense + moe * model.experts_per_token)
+    published, published_active = PUBLISHED[name]
+    assert total / 1e9 == pytest.approx(published, rel=0.02)
+    assert 0.9 * active <= published_active * 1e9 <= 1.1 * (active + embeddings)
+
+
 def test_presets_load() -> None:
-    assert preset_names("cluster") == ["demo", "h100-8x8", "paper"]
-    assert preset_names("model") == ["demo", "gpt-oss-120b", "llama4-scout", "olmo3-7b", "paper-1f3s"]
+    assert preset_names("cluster") == ["a100-8x8", "demo", "h100-8x8", "h200-8x8", "paper"]
+    assert set(preset_names("model")) == {"demo", "paper-1f3s", *PUBLISHED}
     for name in preset_names("cluster"):
         assert load_cluster(name).name == name
     for name in preset_names("model"):
         assert load_model(name).name == name
+
+
+def test_the_h200_is_a_h100_with_more_memory() -> None:
+    assert load_cluster("h200-8x8") == load_cluster("h100-8x8").model_copy(
+        update={"name": "h200-8x8", "memory_bytes": 141e9}
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", "paper"])
@@ -141,5 +289,19 @@ def test_files_and_their_faults(tmp_path: object) -> None:
     path.write_text("7\n")
     with pytest.raises(SpecError, match="expected a mapping of settings, got int"):
         load_cluster(path)
-    with pytest.raises(SpecError, match="no such file; presets are demo"):
+    with pytest.raises(SpecError, match="no such file; presets are a100-8x8, demo"):
         load_cluster("nonesuch")
+
+
+def test_a_file_may_start_from_a_base(tmp_path: Path) -> None:
+    four, slow = tmp_path / "four.yaml", tmp_path / "slow.yaml"
+    four.write_text("base: demo\nname: four\nnum_nodes: 4\n")
+    slow.write_text(f"base: {four}\nslow_bytes_per_s: 1.0e9\n")
+    changes = {"name": "four", "num_nodes": 4, "slow_bytes_per_s": 1e9}
+    assert load_cluster(slow) == load_cluster("demo").model_copy(update=changes)
+    four.write_text(f"base: {slow}\n")
+    with pytest.raises(SpecError, match=r"slow\.yaml is its own base"):
+        load_cluster(slow)
+    four.write_text("base: 3\n")
+    with pytest.raises(SpecError, match=r"cluster '3': no such file; presets are a100-8x8, demo"):
+        load_cluster(four)

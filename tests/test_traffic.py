@@ -14,6 +14,8 @@ from layerwise.traffic import (
     exchange_blocks,
     match,
     merge_spans,
+    move_blocks,
+    move_tiles,
     shard_blocks,
 )
 from tests.random_plans import random_step
@@ -129,6 +131,19 @@ def test_exchange_blocks_are_disjoint_and_only_where_ranks_share() -> None:
     )
     assert exchange_blocks(microbatch, "k", 16, 8) == (Block(4, 8), Block(12, 14))
     assert shard_blocks(microbatch, 16, 8) == (Block(4, 8),)
+
+
+def test_moves_concern_only_samples_that_change_owners() -> None:
+    """Sample 0 leaves rank 0 for ranks 0 and 1; sample 1 stays; sample 2 is cut otherwise but stays on its rank."""
+    home = [Shard(0, 0, 0, 9), Shard(1, 8, 0, 4), Shard(1, 9, 4, 8), Shard(2, 12, 0, 3)]
+    other = [Shard(0, 0, 0, 5), Shard(0, 1, 5, 9), *home[1:3], Shard(2, 12, 0, 2), Shard(2, 12, 2, 3)]
+    microbatch = MicrobatchPlan(shards=shard_table(home), tiles={}, shards_by_kind={"k": shard_table(other)})
+    assert move_blocks(microbatch, "home", "k", 16, 8) == move_blocks(microbatch, "k", "home", 16, 8) == (Block(0, 2),)
+    assert move_blocks(microbatch, "home", "another", 16, 8) == ()
+    moved = match(microbatch.shards, move_tiles(microbatch.shards_at("k")))
+    rows = zip(moved.src.tolist(), moved.dst.tolist(), moved.q_lo.tolist(), moved.q_hi.tolist(), strict=True)
+    assert [row for row in rows if row[0] != row[1]] == [(0, 1, 5, 9)]
+    assert shard_blocks(microbatch, 16, 8) == (Block(0, 2), Block(8, 10))
 
 
 def test_overlapping_spans_merge() -> None:

@@ -24,6 +24,7 @@ _HOMES = {
     "load_model": "layerwise.spec",
     "plan_step": "layerwise.planners",
     "reduce_gradients": "layerwise.loss",
+    "relocate": "layerwise.runtime",
     "solo_world": "layerwise.groups",
     "token_loss": "layerwise.loss",
 }

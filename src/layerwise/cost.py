@@ -1,4 +1,4 @@
-"""Predicted seconds, bytes and FLOPs of a plan; docs/cost-model.md derives every formula and its sources.
+"""Predicted seconds and bytes of a plan; docs/cost-model.md derives every formula and its sources.
 
 All of it is prediction. Bytes and calls are exact: they come from the same pairs of shards and tiles that the
 runtime's routes are built from. Seconds are as good as the rates of the ClusterSpec.
@@ -6,82 +6,114 @@ runtime's routes are built from. Seconds are as good as the rates of the Cluster
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from layerwise.plan import Ints, MicrobatchPlan, StepPlan, Table, Tile
+from layerwise.flops import (
+    BACKWARD_ATTENTION,
+    BACKWARD_LINEAR,
+    Floats,
+    attention_flops,
+    dense_weights,
+    expert_weights,
+    head_flops_per_token,
+    linear_flops_per_token,
+    model_flops,
+    pair_flops,
+)
+from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
-from layerwise.traffic import elements, exchange_blocks, match
+from layerwise.traffic import elements, exchange_blocks, match, move_blocks, move_tiles
 
-Floats = NDArray[np.float64]
-
-# FLOPs backward for each FLOP forward. A matrix product has two products backward; a flash attention backward
-# has five where the forward has two, because it recomputes the scores, and model FLOPs do not count that
-# recomputation.
-BACKWARD_LINEAR = 2.0
-BACKWARD_ATTENTION = 2.5
-BACKWARD_ATTENTION_MODEL = 2.0
-# An attention site runs each of its two exchanges once forward and once, reversed, backward.
-PASSES = 2
-CALLS_PER_LAYER = 2 * PASSES
-
-
-def linear_flops_per_token(model: ModelSpec, kind: LayerKind) -> int:
-    """Forward FLOPs per token of one layer but for attention scores: projections and active gated MLPs."""
-    spec, hidden = model.attention(kind), model.hidden_size
-    width = (model.num_heads + spec.num_kv_heads) * (spec.head_dim + spec.v_head_dim)
-    mlp_width = model.intermediate_size + model.experts_per_token * model.moe_intermediate_size
-    mlp_width += model.shared_intermediate_size
-    return 2 * hidden * (width + 3 * mlp_width + model.num_experts)
-
-
-def head_flops_per_token(model: ModelSpec) -> int:
-    """Forward FLOPs per token of the LM head; looking up embeddings is free."""
-    return 2 * model.hidden_size * model.vocab_size
-
-
-def pair_flops(spec: AttentionSpec) -> int:
-    """Forward FLOPs of one query-key pair of one head: a product with the key and one with the value."""
-    return 2 * (spec.head_dim + spec.v_head_dim)
-
-
-def attention_flops(tiles: Table[Tile], spec: AttentionSpec) -> Floats:
-    """Forward FLOPs of each tile, float64 [tiles]; only pairs that the mask allows."""
-    q0, q1, h0, h1 = (tiles.column(name) for name in ("q0", "q1", "h0", "h1"))
-    return np.asarray(spec.pairs(q0, q1) * (h1 - h0) * pair_flops(spec), dtype=np.float64)
+# Two exchanges of an attention site: shards to tiles, tiles to shards.
+EXCHANGES = 2
+# A move of hidden states runs once forward and once backward.
+MOVE_PASSES = 2
+# A ZeRO-3 layer gathers its parameters for forward and for backward, and reduces its gradients in float32.
+GATHERS, GRADIENT_BYTES = 2, 4
+# Expert dispatch: tokens out and results back, forward and backward.
+DISPATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer of a kind, forward and backward: seconds per token and per query-key pair of one head."""
+    """One layer of a kind, forward and backward.
+
+    token_s: seconds of linear work per token. pair_s: seconds per query-key pair of one head at the full peak.
+    params_s: seconds of its sharded parameters' traffic; dispatch_s: of expert dispatch, per token.
+    """
 
     kind: LayerKind
     num_layers: int
     spec: AttentionSpec
+    cluster: ClusterSpec
     token_s: float
     pair_s: float
+    params_s: float
+    dispatch_s: float
+
+    def attention_s(self, pairs: Any, keys: Any, heads: Any) -> Floats:
+        """Seconds of `pairs` pairs for each of `heads` query heads over `keys` keys: arrays that broadcast."""
+        return np.asarray(pairs * heads * self.pair_s / self.cluster.efficiency(self.spec, keys, heads))
+
+    def sample_s(self, lengths: Ints, degree: int = 1) -> Floats:
+        """Seconds of whole samples' attention, summed over the `degree` ranks that share the heads evenly."""
+        pairs = self.spec.pairs(lengths * 0, lengths)
+        return degree * self.attention_s(pairs, lengths, self.spec.num_heads / degree)
+
+    def exposed_s(self, compute_s: Floats, tokens: Floats | Ints) -> Floats:
+        """Seconds of parameter and dispatch traffic that compute does not hide."""
+        return np.maximum(self.params_s + self.dispatch_s * tokens - self.cluster.overlap * compute_s, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KindPrediction:
-    """All layers of one kind, forward and backward.
+class LayerTimes:
+    """One layer on every rank, forward and backward together: seconds, float64 [num_ranks] each.
 
-    seconds: what these layers add to the step.
+    exposed_s is parameter and dispatch traffic that compute does not hide.
+    """
+
+    linear_s: Floats
+    attention_s: Floats
+    to_tiles_s: Floats
+    from_tiles_s: Floats
+    exposed_s: Floats
+
+    @property
+    def compute_s(self) -> Floats:
+        """Linear work and attention."""
+        return self.linear_s + self.attention_s
+
+    @property
+    def exchange_s(self) -> Floats:
+        """Both exchanges of the attention site."""
+        return self.to_tiles_s + self.from_tiles_s
+
+    @property
+    def total_s(self) -> Floats:
+        """All of it."""
+        return self.compute_s + self.exchange_s + self.exposed_s
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassPrediction:
+    """All exchanges of one sort, forward and backward.
+
+    seconds: what they, and the compute between them, add to the step.
     rank_fast_bytes, rank_slow_bytes: what each rank sends inside and between nodes, int64 [num_ranks].
     calls: all-to-all calls of each rank, int64 [num_ranks].
-    attention_flops: forward FLOPs of each rank's tiles in one layer of the kind, float64 [num_ranks].
     """
 
     seconds: float
     rank_fast_bytes: Ints
     rank_slow_bytes: Ints
     calls: Ints
-    attention_flops: Floats
 
     @property
     def fast_bytes(self) -> int:
@@ -95,24 +127,39 @@ class KindPrediction:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class KindPrediction(PassPrediction):
+    """All layers of one kind.
+
+    attention_flops: forward FLOPs of each rank's tiles in one layer of the kind, float64 [num_ranks].
+    """
+
+    attention_flops: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MicrobatchPrediction:
-    """One micro-batch. `rank_s` float64 [num_ranks] are the seconds of each rank if it never waited."""
+    """One micro-batch.
+
+    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. tokens: at home, int64 [num_ranks].
+    moves: the passes that only move hidden states between layers; zero for most strategies.
+    """
 
     seconds: float
     rank_s: Floats
     head_s: float
     tokens: Ints
     kinds: dict[str, KindPrediction]
+    moves: PassPrediction
 
     @property
     def slow_bytes(self) -> int:
-        """Bytes between nodes, all kinds and ranks."""
-        return sum(kind.slow_bytes for kind in self.kinds.values())
+        """Bytes between nodes, all kinds, moves and ranks."""
+        return self.moves.slow_bytes + sum(kind.slow_bytes for kind in self.kinds.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPrediction:
-    """A whole step; `kinds` sums over micro-batches.
+    """A whole step; `kinds` and `moves` sum over micro-batches.
 
     seconds: of the step.
     ideal_s: the same kernels with every layer's work spread evenly and no communication.
@@ -126,16 +173,34 @@ class StepPrediction:
     head_s: float
     tokens_per_rank: Ints
     kinds: dict[str, KindPrediction]
+    moves: PassPrediction
     microbatches: tuple[MicrobatchPrediction, ...]
 
 
-class _LayerWork(NamedTuple):
-    """One layer on every rank, both passes; `attention_flops` are forward, `sent_bytes` [src, dst]."""
+class Sent(NamedTuple):
+    """What crosses links in one exchange: `sent_bytes[i]` from rank `src[i]` to rank `dst[i]`, each pair once."""
 
-    layer: LayerCost
-    seconds: Floats
-    attention_flops: Floats
+    src: Ints
+    dst: Ints
     sent_bytes: Floats
+
+
+class _LayerWork(NamedTuple):
+    """One layer on every rank; `attention_flops` forward of each rank, and what its two exchanges send forward."""
+
+    times: LayerTimes
+    attention_flops: Floats
+    to_tiles: Sent
+    from_tiles: Sent
+
+
+class Moved(NamedTuple):
+    """`times` passes of hidden states from one place (a layer kind or HOME) to another, and what each sends forward."""
+
+    source: str
+    target: str
+    times: int
+    sent: Sent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,107 +229,197 @@ class CostModel:
     @cached_property
     def head_token_s(self) -> float:
         """Seconds per token of the LM head, forward and backward."""
-        return self._linear_s(head_flops_per_token(self.model))
+        return (1 + BACKWARD_LINEAR) * self._linear_s(head_flops_per_token(self.model))
 
-    def _linear_s(self, forward_flops: float) -> float:
-        rate = self.cluster.peak_flops_per_s * self.cluster.linear_efficiency
-        return (1 + BACKWARD_LINEAR) * forward_flops / rate
+    @cached_property
+    def forwards(self) -> int:
+        """How often a layer's forward runs: twice where it is recomputed in backward."""
+        return 2 if self.cluster.recompute else 1
+
+    @cached_property
+    def passes(self) -> int:
+        """How often each exchange of a site runs in a step: in every forward and, reversed, in backward."""
+        return self.forwards + 1
+
+    def _linear_s(self, flops: float) -> float:
+        return flops / (self.cluster.peak_flops_per_s * self.cluster.linear_efficiency)
 
     def _layer_cost(self, kind: LayerKind) -> LayerCost:
         spec = self.model.attention(kind)
-        rate = self.cluster.peak_flops_per_s * self.cluster.attention_efficiency
         return LayerCost(
             kind=kind,
             num_layers=self.model.num_layers_of(kind),
             spec=spec,
-            token_s=self._linear_s(linear_flops_per_token(self.model, kind)),
-            pair_s=(1 + BACKWARD_ATTENTION) * pair_flops(spec) / rate,
+            cluster=self.cluster,
+            token_s=(self.forwards + BACKWARD_LINEAR) * self._linear_s(linear_flops_per_token(self.model, kind)),
+            pair_s=(self.forwards + BACKWARD_ATTENTION) * pair_flops(spec) / self.cluster.peak_flops_per_s,
+            params_s=self._params_s(kind) if self.cluster.sharded_params else 0.0,
+            dispatch_s=self.model.moe_share(kind) * self._dispatch_s(),
         )
+
+    def _params_s(self, kind: LayerKind) -> float:
+        """Seconds of one layer's parameter traffic; a node's ranks fetch each parameter over the slow link once."""
+        cluster, num_experts = self.cluster, self.model.moe_share(kind) * self.model.num_experts
+        experts = num_experts * expert_weights(self.model)
+        bytes_per_weight = GATHERS * self.bytes_per_element + GRADIENT_BYTES  # backward's gather serves recompute too
+        slow = fast = 0.0
+        for weights, degree in ((dense_weights(self.model, kind), 1), (experts, cluster.expert_parallel_degree)):
+            apart = max(degree, cluster.ranks_per_node)
+            slow += weights / apart * (1 - apart / cluster.num_ranks)
+            fast += weights / degree * (1 - degree / apart)
+        return bytes_per_weight * max(slow / cluster.slow_bytes_per_s, fast / cluster.fast_bytes_per_s)
+
+    def _dispatch_s(self) -> float:
+        """Seconds per token and MoE layer of dispatch to experts and back; a rank gets a token once at most."""
+        cluster, degree = self.cluster, self.cluster.expert_parallel_degree
+        copies = min(self.model.experts_per_token, degree)
+        inside = min(degree, cluster.ranks_per_node)
+        fast_s = (inside - 1) / degree / cluster.fast_bytes_per_s
+        slow_s = (degree - inside) / degree / cluster.slow_bytes_per_s
+        trips = DISPATCHES + 2 * (self.forwards - 1)
+        return trips * copies * self.model.hidden_size * self.bytes_per_element * max(fast_s, slow_s)
 
     def ideal_s(self, lengths: Sequence[int] | Ints) -> float:
         """Seconds of a step whose every layer is spread evenly over all ranks, without communication."""
         total = np.asarray(lengths, dtype=np.int64)
         seconds = self.head_token_s * float(total.sum())
         for layer in self.layers:
-            pairs = float(np.sum(layer.spec.pairs(total * 0, total))) * layer.spec.num_heads
-            seconds += layer.num_layers * (layer.token_s * float(total.sum()) + layer.pair_s * pairs)
+            seconds += layer.num_layers * (layer.token_s * float(total.sum()) + float(layer.sample_s(total).sum()))
         return seconds / self.cluster.num_ranks
 
-    def model_flops(self, lengths: Sequence[int] | Ints) -> float:
-        """Forward and backward FLOPs that the model needs for these samples, nothing counted twice."""
-        total = np.asarray(lengths, dtype=np.int64)
-        flops = (1 + BACKWARD_LINEAR) * head_flops_per_token(self.model) * float(total.sum())
-        for layer in self.layers:
-            linear = (1 + BACKWARD_LINEAR) * linear_flops_per_token(self.model, layer.kind) * float(total.sum())
-            pairs = float(np.sum(layer.spec.pairs(total * 0, total))) * layer.spec.num_heads
-            flops += layer.num_layers * (linear + (1 + BACKWARD_ATTENTION_MODEL) * pair_flops(layer.spec) * pairs)
-        return flops
-
-    def exchange_s(self, sent_bytes: Floats) -> Floats:
-        """Seconds of one exchange on each rank, float64 [num_ranks], from `sent_bytes` float64 [src, dst].
+    def exchange_s(self, sent: Sent) -> Floats:
+        """Seconds of one exchange on each rank, float64 [num_ranks].
 
         Links inside and between nodes are separate resources; a rank waits for the larger of its two sides.
         """
-        cluster, same_node = self.cluster, self._same_node
+        cluster, slow = self.cluster, self._is_slow(sent)
         sides = []
-        for axis in (0, 1):
-            fast = np.where(same_node, sent_bytes, 0).sum(axis=axis) / cluster.fast_bytes_per_s
-            slow = np.where(same_node, 0, sent_bytes).sum(axis=axis) / cluster.slow_bytes_per_s
-            messages = np.count_nonzero(sent_bytes, axis=axis)
-            sides.append(np.maximum(fast, slow) + cluster.message_latency_s * messages)
+        for rank in (sent.src, sent.dst):
+            fast_s = _sum_by(rank, np.where(slow, 0, sent.sent_bytes), cluster.num_ranks) / cluster.fast_bytes_per_s
+            slow_s = _sum_by(rank, np.where(slow, sent.sent_bytes, 0), cluster.num_ranks) / cluster.slow_bytes_per_s
+            messages = np.bincount(rank, minlength=cluster.num_ranks)
+            sides.append(np.maximum(fast_s, slow_s) + cluster.message_latency_s * messages)
         return np.maximum(*sides)
 
-    @cached_property
-    def _same_node(self) -> NDArray[np.bool_]:
-        node = np.asarray(self.cluster.node_of(np.arange(self.cluster.num_ranks)))
-        return np.asarray(node[:, None] == node)
+    def _is_slow(self, sent: Sent) -> Any:
+        return self.cluster.node_of(sent.src) != self.cluster.node_of(sent.dst)
 
     def predict_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchPrediction:
         """Seconds, bytes and calls of one micro-batch, from its shards and tiles."""
         tokens = microbatch.tokens_per_rank(self.cluster.num_ranks)
-        work = [self._layer_work(microbatch, layer, tokens) for layer in self.layers]
-        site_s = np.stack([self.head_token_s * tokens, *(w.seconds * w.layer.num_layers for w in work)])
+        work = [self._layer_work(microbatch, layer) for layer in self.layers]
+        layer_s = (layer.num_layers * w.times.total_s for layer, w in zip(self.layers, work, strict=True))
+        moves = self.moves(microbatch)
+        site_s = np.stack([self.head_token_s * tokens, *layer_s, *(m.times * self.move_s(m.sent) for m in moves)])
         rank_s = site_s.sum(axis=0)
         # Every site waits for its slowest rank, or only the end of the step waits for the slowest rank.
         spent = site_s.max(axis=1) if self.cluster.sync == "layer" else site_s[:, rank_s.argmax()]
-        head_s, *kind_s = spent.tolist()
+        head_s, kind_s, moves_s = spent[0], spent[1 : 1 + len(work)].tolist(), spent[1 + len(work) :]
         return MicrobatchPrediction(
             seconds=float(spent.sum()),
             rank_s=rank_s,
-            head_s=head_s,
+            head_s=float(head_s),
             tokens=tokens,
             kinds={
-                w.layer.kind: self._kind_prediction(microbatch, w, seconds)
-                for w, seconds in zip(work, kind_s, strict=True)
+                layer.kind: self._kind_prediction(microbatch, layer, w, seconds)
+                for layer, w, seconds in zip(self.layers, work, kind_s, strict=True)
             },
+            moves=self._moves_prediction(microbatch, moves, float(moves_s.sum())),
         )
 
-    def _layer_work(self, microbatch: MicrobatchPlan, layer: LayerCost, tokens: Ints) -> _LayerWork:
+    def layer_times(self, microbatch: MicrobatchPlan) -> dict[str, LayerTimes]:
+        """What one layer of each kind takes on every rank."""
+        return {layer.kind: self._layer_work(microbatch, layer).times for layer in self.layers}
+
+    def moves(self, microbatch: MicrobatchPlan) -> list[Moved]:
+        """The passes of hidden states from home through every layer and back home, alike ones together."""
+        kinds = (kind if kind in microbatch.shards_by_kind else HOME for kind in self.model.all_layer_types)
+        passes = Counter((a, b) for a, b in pairwise((HOME, *kinds, HOME)) if a != b)
+        moved = []
+        for (source, target), times in passes.items():
+            tiles = move_tiles(microbatch.shards_at(target))
+            transfers = match(microbatch.shards_at(source), tiles)
+            row_bytes = self.model.hidden_size * self.bytes_per_element
+            moved_bytes = row_bytes * (transfers.q_hi - transfers.q_lo)
+            moved.append(Moved(source, target, times, self._merge(transfers.src, transfers.dst, moved_bytes)))
+        return moved
+
+    def move_s(self, sent: Sent) -> Floats:
+        """Seconds of one pass of hidden states on each rank, forward and backward: float64 [num_ranks].
+
+        A pass lies between layers, so recomputing layers does not repeat it.
+        """
+        return MOVE_PASSES * self.exchange_s(sent)
+
+    def _moves_prediction(self, microbatch: MicrobatchPlan, moves: list[Moved], seconds: float) -> PassPrediction:
+        cluster = self.cluster
+        calls, fast, slow = (np.zeros(cluster.num_ranks, dtype=np.int64) for _ in range(3))
+        for source, target, times, sent in moves:
+            for block in move_blocks(microbatch, source, target, cluster.num_ranks, cluster.ranks_per_node):
+                calls[block.lo : block.hi] += MOVE_PASSES * times
+            fast_bytes, slow_bytes = self._sent_by_rank(sent, forwards=1)
+            fast, slow = fast + times * fast_bytes, slow + times * slow_bytes
+        return PassPrediction(seconds=seconds, rank_fast_bytes=fast, rank_slow_bytes=slow, calls=calls)
+
+    def _layer_work(self, microbatch: MicrobatchPlan, layer: LayerCost) -> _LayerWork:
         num_ranks, tiles = self.cluster.num_ranks, microbatch.tiles[layer.kind]
-        flops = _sum_by(tiles.column("rank"), attention_flops(tiles, layer.spec), num_ranks)
-        transfers = match(microbatch.shards, tiles)
-        remote = transfers.src != transfers.dst
-        link = (transfers.src * num_ranks + transfers.dst)[remote]
-        to_tiles, from_tiles = (
-            self.bytes_per_element * _sum_by(link, moved[remote], num_ranks**2).reshape(num_ranks, -1)
-            for moved in elements(transfers, tiles, layer.spec)
+        tokens = microbatch.tokens_per_rank(num_ranks, layer.kind)
+        q0, q1, k0, h0, h1, rank = (tiles.column(name) for name in ("q0", "q1", "k0", "h0", "h1", "rank"))
+        tile_s = layer.attention_s(layer.spec.pairs(q0, q1), q1 - k0, h1 - h0)
+        linear_s: Floats = np.asarray(layer.token_s * tokens)
+        attention_s = _sum_by(rank, tile_s, num_ranks)
+        to_tiles, from_tiles = self._sent(microbatch, layer)
+        return _LayerWork(
+            times=LayerTimes(
+                linear_s=linear_s,
+                attention_s=attention_s,
+                to_tiles_s=self.passes * self.exchange_s(to_tiles),
+                from_tiles_s=self.passes * self.exchange_s(from_tiles),
+                exposed_s=layer.exposed_s(linear_s + attention_s, tokens),
+            ),
+            attention_flops=_sum_by(rank, attention_flops(tiles, layer.spec), num_ranks),
+            to_tiles=to_tiles,
+            from_tiles=from_tiles,
         )
-        compute_s = layer.token_s * tokens + layer.pair_s / pair_flops(layer.spec) * flops
-        comm_s = PASSES * (self.exchange_s(to_tiles) + self.exchange_s(from_tiles))
-        return _LayerWork(layer, compute_s + comm_s, flops, PASSES * (to_tiles + from_tiles))
 
-    def _kind_prediction(self, microbatch: MicrobatchPlan, work: _LayerWork, seconds: float) -> KindPrediction:
-        layer, calls = work.layer, np.zeros(self.cluster.num_ranks, dtype=np.int64)
-        blocks = exchange_blocks(microbatch, layer.kind, len(calls), self.cluster.ranks_per_node)
-        for block in blocks:
-            calls[block.lo : block.hi] = CALLS_PER_LAYER * layer.num_layers
+    def _sent(self, microbatch: MicrobatchPlan, layer: LayerCost) -> tuple[Sent, Sent]:
+        """What the two exchanges of one layer send forward."""
+        tiles = microbatch.tiles[layer.kind]
+        transfers = match(microbatch.shards_at(layer.kind), tiles)
+        there, back = (moved * self.bytes_per_element for moved in elements(transfers, tiles, layer.spec))
+        return self._merge(transfers.src, transfers.dst, there), self._merge(transfers.dst, transfers.src, back)
+
+    def _merge(self, src: Ints, dst: Ints, moved_bytes: Ints) -> Sent:
+        """Transfers summed by pair of ranks, int64 [transfers] each; without those that stay on their rank."""
+        crossing = (src != dst) & (moved_bytes > 0)
+        link = src[crossing] * self.cluster.num_ranks + dst[crossing]
+        links, inverse = np.unique(link, return_inverse=True)
+        total = np.bincount(inverse, weights=moved_bytes[crossing], minlength=len(links))
+        return Sent(*divmod(links, self.cluster.num_ranks), np.asarray(total, dtype=np.float64))
+
+    def _kind_prediction(
+        self, microbatch: MicrobatchPlan, layer: LayerCost, work: _LayerWork, seconds: float
+    ) -> KindPrediction:
+        calls = np.zeros(self.cluster.num_ranks, dtype=np.int64)
+        for block in exchange_blocks(microbatch, layer.kind, len(calls), self.cluster.ranks_per_node):
+            calls[block.lo : block.hi] = EXCHANGES * self.passes * layer.num_layers
+        there, back = (self._sent_by_rank(sent, self.forwards) for sent in (work.to_tiles, work.from_tiles))
         return KindPrediction(
             seconds=seconds,
-            rank_fast_bytes=layer.num_layers * _sent_by_rank(np.where(self._same_node, work.sent_bytes, 0)),
-            rank_slow_bytes=layer.num_layers * _sent_by_rank(np.where(self._same_node, 0, work.sent_bytes)),
+            rank_fast_bytes=layer.num_layers * (there[0] + back[0]),
+            rank_slow_bytes=layer.num_layers * (there[1] + back[1]),
             calls=calls,
             attention_flops=work.attention_flops,
         )
+
+    def _sent_by_rank(self, sent: Sent, forwards: int) -> tuple[Ints, Ints]:
+        """Bytes that each rank sends inside and between nodes in all passes; backward, all goes the other way."""
+        size, slow = self.cluster.num_ranks, self._is_slow(sent)
+        fast_bytes, slow_bytes = (
+            forwards * _sum_by(sent.src, on_link, size) + _sum_by(sent.dst, on_link, size)
+            for on_link in (np.where(slow, 0, sent.sent_bytes), np.where(slow, sent.sent_bytes, 0))
+        )
+        return fast_bytes.astype(np.int64), slow_bytes.astype(np.int64)
 
     def step_s(self, parts: Sequence[MicrobatchPrediction]) -> float:
         """Seconds of a step of these micro-batches."""
@@ -280,10 +435,11 @@ class CostModel:
         return StepPrediction(
             seconds=seconds,
             ideal_s=self.ideal_s(plan.lengths),
-            mfu=self.model_flops(plan.lengths) / peak_flops,
+            mfu=model_flops(self.model, np.asarray(plan.lengths)) / peak_flops,
             head_s=sum(part.head_s for part in parts),
             tokens_per_rank=np.stack([part.tokens for part in parts]),
-            kinds={kind: _sum_kinds([part.kinds[kind] for part in parts]) for kind in parts[0].kinds},
+            kinds={kind: _sum_parts([part.kinds[kind] for part in parts]) for kind in parts[0].kinds},
+            moves=_sum_parts([part.moves for part in parts]),
             microbatches=parts,
         )
 
@@ -297,16 +453,10 @@ def _sum_by(index: Ints, values: Ints | Floats, size: int) -> Floats:
     return np.asarray(np.bincount(index, weights=values, minlength=size), dtype=np.float64)
 
 
-def _sent_by_rank(sent_bytes: Floats) -> Ints:
-    """Bytes each rank sends, of [src, dst] counts of both passes: backward, every transfer goes the other way."""
-    return np.asarray((sent_bytes.sum(axis=1) + sent_bytes.sum(axis=0)) // PASSES, dtype=np.int64)
+PredictionT = TypeVar("PredictionT", bound=PassPrediction)
 
 
-def _sum_kinds(parts: list[KindPrediction]) -> KindPrediction:
-    return KindPrediction(
-        seconds=sum(part.seconds for part in parts),
-        rank_fast_bytes=np.sum([part.rank_fast_bytes for part in parts], axis=0),
-        rank_slow_bytes=np.sum([part.rank_slow_bytes for part in parts], axis=0),
-        calls=np.sum([part.calls for part in parts], axis=0),
-        attention_flops=np.sum([part.attention_flops for part in parts], axis=0),
-    )
+def _sum_parts(parts: list[PredictionT]) -> PredictionT:
+    """Every field summed over micro-batches."""
+    names = [f.name for f in fields(parts[0])]
+    return replace(parts[0], **{name: sum(getattr(part, name) for part in parts) for name in names})

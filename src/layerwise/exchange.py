@@ -57,7 +57,7 @@ class GroupComm:
 
 @dataclass
 class Count:
-    """What one rank sent at the sites of one layer kind: all-to-all calls, and bytes by link."""
+    """What one rank sent at the sites of one layer kind, or in moves: all-to-all calls, and bytes by link."""
 
     calls: int = 0
     fast_bytes: int = 0
@@ -66,7 +66,7 @@ class Count:
 
 @dataclass
 class Meter:
-    """Counts what really goes on the wire, by layer kind."""
+    """Counts what really goes on the wire, by layer kind; moves of hidden states count apart."""
 
     ranks_per_node: int
     counts: dict[str, Count] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Meter:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where an exchange takes place: the layer kind, the ranks (None: no peers) and the meter."""
+    """Where an exchange takes place: the layer kind or "moves", the ranks (None: no peers) and the meter."""
 
     kind: str
     comm: Comm | None

@@ -38,7 +38,7 @@ def balance_loss(
 ) -> Tensor:
     """This rank's part of the router balance loss of a step, a scalar; the sum over ranks is the loss.
 
-    counts: int64 [layers, pieces, E], tokens of each local shard that chose each expert; prob_sums: [layers,
+    counts: int64 [layers, pieces, E], tokens of each local piece that chose each expert; prob_sums: [layers,
     pieces, E],
     sums of router probabilities; num_tokens: of the whole step. Per layer and sample the loss is E * sum_e f_e * P_e
     (the sequence-wise form of DeepSeek-V3, arXiv 2412.19437, section 2.1.2), weighted by the sample's tokens and

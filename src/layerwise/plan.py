@@ -4,7 +4,8 @@
       lengths                      tokens of each sample of the step
       attention                    {layer kind: AttentionSpec}
       microbatches: MicrobatchPlan
-        shards   (sample, rank, lo, hi)              the rank owns tokens [lo, hi), in every layer
+        shards   (sample, rank, lo, hi)              the rank owns tokens [lo, hi): the home of hidden states
+        shards_by_kind  {layer kind: shards}         kinds whose layers keep hidden states elsewhere; mostly none
         tiles    {layer kind: (sample, rank, q0, q1, k0, h0, h1)}
                  the rank computes queries [q0, q1) x keys [k0, q1) x query heads [h0, h1)
         parents  the wide groups that the tiles of full-attention layers came from, for reports
@@ -28,6 +29,9 @@ from layerwise.errors import PlanError
 from layerwise.spec import AttentionSpec
 
 Ints = NDArray[np.int64]
+
+# Where hidden states lie before the first layer and after the last, and in layers of kinds without shards of their own.
+HOME = "home"
 
 
 class Shard(NamedTuple):
@@ -103,21 +107,34 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchPlan:
-    """One forward and backward pass over some of the step's samples."""
+    """One forward and backward pass over some of the step's samples.
+
+    shards: the home: embeddings, LM head and loss, and all layers of kinds that `shards_by_kind` does not name.
+    Hidden states move in a pass of their own wherever consecutive layers keep them on different shards.
+    """
 
     shards: Table[Shard]
     tiles: dict[str, Table[Tile]]
     parents: tuple[Parent, ...] = ()
+    shards_by_kind: dict[str, Table[Shard]] = field(default_factory=dict)
+
+    @property
+    def places(self) -> dict[str, Table[Shard]]:
+        """Every table of shards: the home, then those of the kinds that have their own."""
+        return {HOME: self.shards, **self.shards_by_kind}
+
+    def shards_at(self, kind: str) -> Table[Shard]:
+        """Where hidden states lie in layers of this kind, or at HOME."""
+        return self.shards_by_kind.get(kind, self.shards)
 
     @property
     def samples(self) -> Ints:
         """Step-wide indices of the samples in this micro-batch, ascending."""
         return np.unique(self.shards.column("sample"))
 
-    def tokens_per_rank(self, num_ranks: int) -> Ints:
-        """Tokens that each rank holds, int64 [num_ranks]."""
-        sizes = self.shards.column("hi") - self.shards.column("lo")
-        return np.bincount(self.shards.column("rank"), weights=sizes, minlength=num_ranks).astype(np.int64)
+    def tokens_per_rank(self, num_ranks: int, kind: str = HOME) -> Ints:
+        """Tokens that each rank holds at home, or in layers of a kind, int64 [num_ranks]."""
+        return _tokens_per_rank(self.shards_at(kind), num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +166,10 @@ class StepPlan:
             )
         for index, microbatch in enumerate(self.microbatches):
             where = f"strategy {self.strategy!r}, micro-batch {index}"
-            _check_shards(microbatch, lengths, self.num_ranks, self.max_tokens_per_rank, where)
+            _check_places(microbatch, self.attention, where)
+            for place, shards in microbatch.places.items():
+                at = where if place == HOME else f"{where}, shards of {place}"
+                _check_shards(shards, lengths, self.num_ranks, self.max_tokens_per_rank, at)
             if set(microbatch.tiles) != set(self.attention):
                 raise PlanError(
                     f"{where}: tiles for {sorted(microbatch.tiles)}, but the model has {sorted(self.attention)}"
@@ -172,6 +192,8 @@ class StepPlan:
             state.update(f"{kind}:{spec!r}".encode())
         for microbatch in self.microbatches:
             state.update(b"shards" + microbatch.shards.rows.tobytes())
+            for kind, shards in sorted(microbatch.shards_by_kind.items()):
+                state.update(f"shards of {kind}".encode() + shards.rows.tobytes())
             for kind, tiles in sorted(microbatch.tiles.items()):
                 state.update(kind.encode() + tiles.rows.tobytes())
         return int.from_bytes(state.digest(), "big") >> 1
@@ -192,6 +214,7 @@ class StepPlan:
                 "microbatches": [
                     {
                         "shards": m.shards.rows.tolist(),
+                        "shards_by_kind": {kind: shards.rows.tolist() for kind, shards in m.shards_by_kind.items()},
                         "tiles": {kind: tiles.rows.tolist() for kind, tiles in m.tiles.items()},
                         "parents": [vars(parent) for parent in m.parents],
                     }
@@ -211,19 +234,28 @@ class StepPlan:
             del data["shard_fields"], data["tile_fields"]
             data["lengths"] = tuple(data["lengths"])
             data["attention"] = {kind: AttentionSpec(**spec) for kind, spec in data["attention"].items()}
-            data["microbatches"] = tuple(
-                MicrobatchPlan(
-                    shards=shard_table(np.array(m["shards"], dtype=np.int64)),
-                    tiles={kind: tile_table(np.array(rows, dtype=np.int64)) for kind, rows in m["tiles"].items()},
-                    parents=tuple(Parent(**{**p, "samples": tuple(p["samples"])}) for p in m["parents"]),
-                )
-                for m in data["microbatches"]
-            )
+            data["microbatches"] = tuple(_microbatch_from(m) for m in data["microbatches"])
             plan = cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"not a readable plan file: {error}") from error
         plan.validate()
         return plan
+
+
+def _microbatch_from(data: dict[str, Any]) -> MicrobatchPlan:
+    # Files written before kinds could have shards of their own have no shards_by_kind.
+    own = data.get("shards_by_kind", {})
+    return MicrobatchPlan(
+        shards=shard_table(np.array(data["shards"], dtype=np.int64)),
+        tiles={kind: tile_table(np.array(rows, dtype=np.int64)) for kind, rows in data["tiles"].items()},
+        parents=tuple(Parent(**{**p, "samples": tuple(p["samples"])}) for p in data["parents"]),
+        shards_by_kind={kind: shard_table(np.array(rows, dtype=np.int64)) for kind, rows in own.items()},
+    )
+
+
+def _tokens_per_rank(shards: Table[Shard], num_ranks: int) -> Ints:
+    sizes = shards.column("hi") - shards.column("lo")
+    return np.bincount(shards.column("rank"), weights=sizes, minlength=num_ranks).astype(np.int64)
 
 
 def _check_ranks(table: Table[Any], num_ranks: int, where: str) -> None:
@@ -234,9 +266,17 @@ def _check_ranks(table: Table[Any], num_ranks: int, where: str) -> None:
         )
 
 
-def _check_shards(microbatch: MicrobatchPlan, lengths: Ints, num_ranks: int, budget: int, where: str) -> None:
+def _check_places(microbatch: MicrobatchPlan, attention: dict[str, AttentionSpec], where: str) -> None:
+    """Only the model's layer kinds may have shards of their own, and they hold the samples that the home holds."""
+    for kind, shards in microbatch.shards_by_kind.items():
+        if kind not in attention:
+            raise PlanError(f"{where}: shards of layer kind {kind!r}, but the model has {sorted(attention)}")
+        if not np.array_equal(np.unique(shards.column("sample")), microbatch.samples):
+            raise PlanError(f"{where}, shards of {kind}: samples other than those of the home shards")
+
+
+def _check_shards(shards: Table[Shard], lengths: Ints, num_ranks: int, budget: int, where: str) -> None:
     """Sorted by (sample, lo), each sample's shards must start at 0, meet end to start, and stop at its length."""
-    shards = microbatch.shards
     _check_ranks(shards, num_ranks, where)
     sample, lo, hi = (shards.column(name) for name in ("sample", "lo", "hi"))
     first = np.diff(sample, prepend=-1) != 0
@@ -249,7 +289,7 @@ def _check_shards(microbatch: MicrobatchPlan, lengths: Ints, num_ranks: int, bud
             f"{where}: {row} does not continue its sample: tokens [0, {lengths[row.sample]}) must each be owned once, "
             f"and this shard should start at {int(expected_lo[np.argmax(bad)])} and not be empty"
         )
-    tokens = microbatch.tokens_per_rank(num_ranks)
+    tokens = _tokens_per_rank(shards, num_ranks)
     if tokens.max(initial=0) > budget:
         raise PlanError(
             f"{where}: rank {int(tokens.argmax())} holds {int(tokens.max())} tokens, max_tokens_per_rank={budget}"

@@ -1,4 +1,4 @@
-"""One rank's view of one attention site: which rows it sends, receives and computes.
+"""One rank's view of one attention site, or of one move of hidden states: which rows it sends, receives and computes.
 
 A row is one head of one token. Local Q is [T, H, D], seen as T*H rows; the Q rows of a rank's tiles lie tile after tile
 as [queries, heads, D]. A RowMap connects the two row spaces over a block of ranks, and its inverse is derived by
@@ -18,7 +18,7 @@ from torch import Tensor
 from layerwise.kernels import Segments
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
 from layerwise.spec import AttentionSpec
-from layerwise.traffic import Block, Transfers, match
+from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,10 @@ class RowMap:
         src, dst = self.src, self.dst
         return src.once and dst.once and len(src.counts) == 1 and torch.equal(src.rows, dst.rows)
 
+    def to(self, device: torch.device) -> RowMap:
+        """The same map with its row numbers on another device."""
+        return RowMap(*(replace(side, rows=side.rows.to(device, non_blocking=True)) for side in (self.src, self.dst)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
@@ -91,25 +95,63 @@ class Route:
         """The same route with its row numbers on another device."""
         if device.type == "cpu":
             return self
-        q, k, _ = (
-            RowMap(*(replace(side, rows=side.rows.to(device, non_blocking=True)) for side in (m.src, m.dst)))
-            for m in self.to_tiles
-        )
+        q, k = (row_map.to(device) for row_map in self.to_tiles[:2])
         return replace(self, to_tiles=(q, k, k))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Move:
+    """What one rank does where hidden states pass from one table of shards to another.
+
+    block: the ranks that exchange, or None where this rank keeps what it has. rows: of the local [T, hidden].
+    """
+
+    block: Block | None
+    rows: RowMap
+
+    def to(self, device: torch.device) -> Move:
+        """The same move with its row numbers on another device."""
+        return self if device.type == "cpu" else Move(block=self.block, rows=self.rows.to(device))
+
+    def inverse(self) -> Move:
+        """The way back."""
+        return Move(block=self.block, rows=self.rows.inverse())
 
 
 def build_route(
     microbatch: MicrobatchPlan, kind: str, spec: AttentionSpec, rank: int, blocks: tuple[Block, ...]
 ) -> Route:
     """The route of `rank` at sites of `kind`; `blocks` are the exchange blocks of the micro-batch at that kind."""
-    block = next((b for b in blocks if b.lo <= rank < b.hi), None)
-    peers = block or Block(rank, rank + 1)
-    shards, tiles = microbatch.shards, microbatch.tiles[kind]
-    my_shards = np.flatnonzero(shards.column("rank") == rank)
-    my_tiles = np.flatnonzero(tiles.column("rank") == rank)
-    order = np.lexsort([tiles.column(name)[my_tiles] for name in ("q0", "sample", "h1", "h0")])
-    my_tiles = my_tiles[order]
+    block, shards, tiles = block_of(rank, blocks), microbatch.shards_at(kind), microbatch.tiles[kind]
+    q_map, kv_map = _row_maps(shards, tiles, spec, rank, block)
+    my_tiles = tiles.rows[_my_tiles(tiles, rank)]
+    return Route(block=block, to_tiles=(q_map, kv_map, kv_map), calls=_kernel_calls(my_tiles, spec))
 
+
+def build_move(source: Table[Shard], target: Table[Shard], rank: int, blocks: tuple[Block, ...]) -> Move:
+    """How `rank` takes part where hidden states move; `blocks` are `move_blocks` of the two places."""
+    block = block_of(rank, blocks)
+    rows, _ = _row_maps(source, move_tiles(target), MOVE_SPEC, rank, block)
+    return Move(block=block, rows=rows)
+
+
+def block_of(rank: int, blocks: tuple[Block, ...]) -> Block | None:
+    """The block that holds the rank, or None."""
+    return next((b for b in blocks if b.lo <= rank < b.hi), None)
+
+
+def _my_tiles(tiles: Table[Tile], rank: int) -> Ints:
+    """Row numbers of this rank's tiles in the order of the tile-side rows."""
+    mine = np.flatnonzero(tiles.column("rank") == rank)
+    return np.asarray(mine[np.lexsort([tiles.column(name)[mine] for name in ("q0", "sample", "h1", "h0")])])
+
+
+def _row_maps(
+    shards: Table[Shard], tiles: Table[Tile], spec: AttentionSpec, rank: int, block: Block | None
+) -> tuple[RowMap, RowMap]:
+    """The maps of query rows and of key rows."""
+    peers = block or Block(rank, rank + 1)
+    my_shards, my_tiles = np.flatnonzero(shards.column("rank") == rank), _my_tiles(tiles, rank)
     leaving = _in_wire_order(match(shards, tiles, shard_rows=my_shards), shards, tiles, by="dst")
     arriving = _in_wire_order(match(shards, tiles, tile_rows=np.sort(my_tiles)), shards, tiles, by="src")
     q_map, kv_map = (
@@ -119,7 +161,7 @@ def build_route(
         )
         for is_query in (True, False)
     )
-    return Route(block=block, to_tiles=(q_map, kv_map, kv_map), calls=_kernel_calls(tiles.rows[my_tiles], spec))
+    return q_map, kv_map
 
 
 def _in_wire_order(transfers: Transfers, shards: Table[Shard], tiles: Table[Tile], by: str) -> Transfers:

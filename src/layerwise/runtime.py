@@ -3,6 +3,9 @@
     with use_routes(routes):
         loss = model(input_ids, position_ids)      # its attention layers call attention(q, k, v, kind=...)
 
+Hidden states are at HOME before the first layer and after the last; `relocate` takes them to the shards of a layer
+kind and back. That is free, and may be left out, where every kind's layers run at home.
+
 Nothing here knows a strategy: a plan's shards and tiles are all there is.
 """
 
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -23,10 +27,25 @@ from layerwise.errors import PlanMismatchError, SpecError, UnsupportedError
 from layerwise.exchange import Meter, Site, exchange
 from layerwise.groups import World
 from layerwise.kernels import varlen_attention
-from layerwise.plan import Ints, StepPlan
-from layerwise.route import Route, build_route
+from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
+from layerwise.route import Move, Route, block_of, build_move, build_route
 from layerwise.spec import AttentionSpec
-from layerwise.traffic import Block, exchange_blocks, shard_blocks
+from layerwise.traffic import Block, exchange_blocks, move_blocks, shard_blocks
+
+# The meter's name for moves of hidden states, beside the layer kinds.
+MOVES = "moves"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalTokens:
+    """The tokens whose hidden states this rank holds at one place, in packed order; T may be 0.
+
+    position_ids: int64 [T], each token's position in its own sample.
+    piece_index: int64 [T], which of the rank's pieces each token belongs to.
+    """
+
+    position_ids: Tensor
+    piece_index: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,8 +53,9 @@ class Routes:
     """What one rank needs to run one micro-batch.
 
     attention, by_kind: the attention and the route of each layer kind.
-    position_ids: int64 [T], each local token's position in its own sample.
-    piece_index: int64 [T], which local shard each token belongs to; piece_samples: the sample of each, int64 [pieces].
+    places: the local tokens at HOME, and in layers of kinds with shards of their own.
+    moves: by source and target place, for any two places.
+    piece_samples: the samples of which this rank holds tokens at some place, ascending, int64 [pieces].
     shard_block: the ranks that share samples with this one, or None; shared_samples: the samples that its ranks share.
     """
 
@@ -44,16 +64,27 @@ class Routes:
     backend: str
     attention: dict[str, AttentionSpec]
     by_kind: dict[str, Route]
-    position_ids: Tensor
-    piece_index: Tensor
+    places: dict[str, LocalTokens]
+    moves: dict[tuple[str, str], Move]
     piece_samples: Ints
     shard_block: Block | None
     shared_samples: Ints
 
     @property
     def num_pieces(self) -> int:
-        """Local shards."""
+        """Samples of which this rank holds tokens at some place."""
         return len(self.piece_samples)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T], of the local tokens at home."""
+        return self.places[HOME].position_ids
+
+    def place_of(self, kind: str) -> str:
+        """Where layers of this kind keep hidden states: the kind itself, or HOME. Raises SpecError."""
+        if kind != HOME and kind not in self.by_kind:
+            raise SpecError(f"layer kind {kind!r} is not planned; the plan has {sorted(self.by_kind)}")
+        return kind if kind in self.places else HOME
 
 
 def build_routes(
@@ -71,22 +102,17 @@ def build_routes(
             f"the plan is for {plan.num_ranks} ranks, {plan.ranks_per_node} per node, but the run has "
             f"{world.num_ranks} ranks, {world.ranks_per_node} per node: plan with the cluster that you run on"
         )
-    microbatch = plan.microbatches[index]
+    for kind, spec in plan.attention.items():
+        if spec.linear:
+            raise SpecError(f"{kind}: plans may have linear mixers, but there is no kernel yet that runs them")
+    microbatch, size = plan.microbatches[index], (plan.num_ranks, plan.ranks_per_node)
     device = device or torch.device("cpu")
-    local = microbatch.shards.rows[microbatch.shards.column("rank") == world.rank]
-    lengths = local[:, 3] - local[:, 2]
-    piece_index = np.repeat(np.arange(len(local)), lengths)
-    within = np.arange(len(piece_index)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    blocks = shard_blocks(microbatch, plan.num_ranks, plan.ranks_per_node)
-    shard_block = next((b for b in blocks if b.lo <= world.rank < b.hi), None)
+    places = microbatch.places
+    owners = np.concatenate([shards.rows[:, :2] for shards in places.values()])
+    pieces = np.unique(owners[owners[:, 1] == world.rank, 0])
+    shard_block = block_of(world.rank, shard_blocks(microbatch, *size))
     routes = {
-        kind: build_route(
-            microbatch,
-            kind,
-            spec,
-            world.rank,
-            exchange_blocks(microbatch, kind, plan.num_ranks, plan.ranks_per_node),
-        ).to(device)
+        kind: build_route(microbatch, kind, spec, world.rank, exchange_blocks(microbatch, kind, *size)).to(device)
         for kind, spec in plan.attention.items()
     }
     return Routes(
@@ -95,36 +121,56 @@ def build_routes(
         backend=backend,
         attention=plan.attention,
         by_kind=routes,
-        position_ids=torch.from_numpy(local[:, 2][piece_index] + within).to(device),
-        piece_index=torch.from_numpy(piece_index).to(device),
-        piece_samples=local[:, 0],
+        places={place: _local_tokens(shards, pieces, world.rank, device) for place, shards in places.items()},
+        moves=_build_moves(microbatch, size, world.rank, device),
+        piece_samples=pieces,
         shard_block=shard_block,
-        shared_samples=_shared_samples(
-            microbatch.shards.column("sample"), microbatch.shards.column("rank"), shard_block
-        ),
+        shared_samples=_shared_samples(owners, shard_block),
     )
 
 
-def _shared_samples(sample: Ints, rank: Ints, block: Block | None) -> Ints:
+def _local_tokens(shards: Table[Shard], pieces: Ints, rank: int, device: torch.device) -> LocalTokens:
+    sample, _, lo, hi = shards.rows[shards.column("rank") == rank].T
+    ends = np.cumsum(hi - lo)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - (hi - lo), hi - lo)
+    piece_index = np.repeat(np.searchsorted(pieces, sample), hi - lo)
+    return LocalTokens(
+        position_ids=torch.from_numpy(np.repeat(lo, hi - lo) + within).to(device),
+        piece_index=torch.from_numpy(piece_index).to(device),
+    )
+
+
+def _build_moves(
+    microbatch: MicrobatchPlan, size: tuple[int, int], rank: int, device: torch.device
+) -> dict[tuple[str, str], Move]:
+    moves = {}
+    for (source, from_shards), (target, to_shards) in combinations(microbatch.places.items(), 2):
+        move = build_move(from_shards, to_shards, rank, move_blocks(microbatch, source, target, *size))
+        moves[source, target] = move.to(device)
+        moves[target, source] = moves[source, target].inverse()
+    return moves
+
+
+def _shared_samples(owners: Ints, block: Block | None) -> Ints:
+    """Of (sample, rank) pairs, int64 [pairs, 2]: the samples that several ranks of the block hold."""
     if block is None:
         return np.zeros(0, np.int64)
-    inside = (block.lo <= rank) & (rank < block.hi)
-    samples, counts = np.unique(sample[inside], return_counts=True)
+    inside = (block.lo <= owners[:, 1]) & (owners[:, 1] < block.hi)
+    samples, counts = np.unique(np.unique(owners[inside], axis=0)[:, 0], return_counts=True)
     return samples[counts > 1]
 
 
 def plan_blocks(plan: StepPlan) -> set[Block]:
     """Every block of ranks that some micro-batch of the plan needs a group for."""
     size = (plan.num_ranks, plan.ranks_per_node)
-    return {
-        block
-        for microbatch in plan.microbatches
-        for blocks in (
-            shard_blocks(microbatch, *size),
-            *(exchange_blocks(microbatch, kind, *size) for kind in plan.attention),
-        )
-        for block in blocks
-    }
+    blocks: set[Block] = set()
+    for microbatch in plan.microbatches:
+        blocks.update(shard_blocks(microbatch, *size))
+        for kind in plan.attention:
+            blocks.update(exchange_blocks(microbatch, kind, *size))
+        for source, target in combinations(microbatch.places, 2):
+            blocks.update(move_blocks(microbatch, source, target, *size))
+    return blocks
 
 
 def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int = 0) -> int:
@@ -184,6 +230,28 @@ def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts)
 
 
+def relocate(hidden: Tensor, *, source: str = HOME, target: str = HOME, routes: Routes | None = None) -> Tensor:
+    """Hidden states moved from where layers of kind `source` keep them to where those of `target` do.
+
+    hidden: [T, C], this rank's tokens at the source, in packed order; returns [T', C], those at the target. Either
+    place may be HOME. One all-to-all forward and one backward on ranks among which tokens change owners; else the
+    same tensor, without any call. `routes.places` tells the tokens of a place.
+    Raises SpecError for a kind that is not planned and for another number of tokens.
+    """
+    routes = routes or current_routes()
+    places = routes.place_of(source), routes.place_of(target)
+    num_tokens = len(routes.places[places[0]].position_ids)
+    if hidden.dim() != 2 or len(hidden) != num_tokens:
+        raise SpecError(
+            f"hidden has shape {tuple(hidden.shape)}, expected [tokens at {places[0]}, C] = [{num_tokens}, C]"
+        )
+    if places not in routes.moves:
+        return hidden
+    move = routes.moves[places]
+    (moved,) = exchange((hidden,), (move.rows,), Site(MOVES, routes.world.comm(move.block), routes.meter))
+    return moved
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -197,7 +265,8 @@ def attention(
 ) -> Tensor:
     """Causal attention of this rank's packed tokens, wherever the plan computes it.
 
-    q: [T, H, D], k: [T, Hk, D], v: [T, Hk, Dv]: the local tokens, in the order of the micro-batch; T may be 0.
+    q: [T, H, D], k: [T, Hk, D], v: [T, Hk, Dv]: the local tokens where layers of `kind` keep hidden states, in the
+    order of the micro-batch; T may be 0.
     kind: the layer kind, e.g. "full_attention"; window: the sliding window if the caller wants it checked against
     the plan's.
     scale: of the scores, default D ** -0.5. sinks: [H], a logit per head that takes part in the softmax only.
@@ -205,10 +274,9 @@ def attention(
     Raises SpecError for shapes or windows that are not the plan's.
     """
     routes = routes or current_routes()
-    if kind not in routes.by_kind:
-        raise SpecError(f"layer kind {kind!r} is not planned; the plan has {sorted(routes.by_kind)}")
+    num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
     spec, route = routes.attention[kind], routes.by_kind[kind]
-    _check_call(q, k, v, spec, kind, window, sinks, len(routes.position_ids))
+    _check_call(q, k, v, spec, kind, window, sinks, num_tokens)
     site = Site(kind, routes.world.comm(route.block), routes.meter)
     rows = exchange((q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), route.to_tiles, site)
     out = _attend(rows, route, spec, scale, sinks, routes.backend)

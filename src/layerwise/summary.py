@@ -12,7 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from layerwise.cost import CostModel, Floats, StepPrediction
+from layerwise.cost import CostModel, StepPrediction
+from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Shard, StepPlan, Table, Tile
 from layerwise.spec import FULL, ClusterSpec, ModelSpec
 

@@ -1,5 +1,7 @@
 """Who sends what to whom: the pairs of shards and tiles that share tokens, and the bytes that follow.
 
+Where hidden states move from shards to other shards, the new shards are taken as tiles of one head (`move_tiles`).
+
 The runtime builds its routes from these pairs and the cost model counts bytes from them, so a prediction and a real
 step cannot disagree. Ranks that share traffic at a site form an exchange group: an aligned block of ranks.
 """
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
+from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile, tile_table
 from layerwise.spec import AttentionSpec
 
 
@@ -73,6 +75,16 @@ def elements(transfers: Transfers, tiles: Table[Tile], spec: AttentionSpec) -> S
     return SiteElements(q_rows * spec.head_dim + kv_rows * (spec.head_dim + spec.v_head_dim), q_rows * spec.v_head_dim)
 
 
+# Hidden states as the rows of one head: what `move_tiles` are tiles of, whatever the hidden size.
+MOVE_SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, v_head_dim=1, window=1)
+
+
+def move_tiles(shards: Table[Shard]) -> Table[Tile]:
+    """These shards as the tiles that hidden states go to: one row per token, on the shard's rank."""
+    sample, rank, lo, hi = shards.rows.T
+    return tile_table(np.stack([sample, rank, lo, hi, lo, np.zeros_like(lo), np.ones_like(lo)], axis=1))
+
+
 @dataclass(frozen=True, order=True)
 class Block:
     """The ranks [lo, hi): the unit in which exchange groups exist."""
@@ -109,12 +121,23 @@ def exchange_blocks(microbatch: MicrobatchPlan, kind: str, num_ranks: int, ranks
 
     A rank outside all of them has everything it needs and runs no collective.
     """
-    return merge_spans(*_spans(microbatch.shards, microbatch.tiles[kind]), num_ranks, ranks_per_node)
+    return merge_spans(*_spans(microbatch.shards_at(kind), microbatch.tiles[kind]), num_ranks, ranks_per_node)
 
 
 def shard_blocks(microbatch: MicrobatchPlan, num_ranks: int, ranks_per_node: int) -> tuple[Block, ...]:
-    """The groups of ranks that hold parts of the same samples, as `exchange_blocks`."""
-    return merge_spans(*_spans(microbatch.shards), num_ranks, ranks_per_node)
+    """The groups of ranks that hold parts of the same samples, in any layer, as `exchange_blocks`."""
+    return merge_spans(*_spans(*microbatch.places.values()), num_ranks, ranks_per_node)
+
+
+def move_blocks(
+    microbatch: MicrobatchPlan, source: str, target: str, num_ranks: int, ranks_per_node: int
+) -> tuple[Block, ...]:
+    """The groups between which hidden states move from one place to another, as `exchange_blocks`.
+
+    A place is HOME or a layer kind. Samples whose shards are the same in both add no rank.
+    """
+    moved = match(microbatch.shards_at(source), move_tiles(microbatch.shards_at(target)))
+    return merge_spans(np.minimum(moved.src, moved.dst), np.maximum(moved.src, moved.dst), num_ranks, ranks_per_node)
 
 
 def _spans(*tables: Table[Shard] | Table[Tile]) -> tuple[Ints, Ints]:

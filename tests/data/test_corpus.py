@@ -128,7 +128,10 @@ class TestTextFolder:
 
     def test_not_utf8_names_file_and_line(self, tmp_path):
         write(tmp_path / "bad.txt", b"fine\nfine\nb\xff\n")
-        with pytest.raises(DataError, match=r"bad\.txt, line 3: byte 0xff"):
+        with pytest.raises(DataError, match=r"bad\.txt, line 3: byte 0xff at offset 11 .*convert the file to UTF-8"):
+            load(tmp_path)
+        write(tmp_path / "bad.txt", b"\xef\xbb\xbfa\n\xff\n")
+        with pytest.raises(DataError, match=r"bad\.txt, line 2: byte 0xff at offset 5 "):
             load(tmp_path)
 
     @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")

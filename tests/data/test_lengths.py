@@ -74,7 +74,7 @@ def test_plain_text_named_gz(tmp_path):
 
 
 def test_not_utf8_names_the_line(tmp_path):
-    with pytest.raises(DataError, match=r"lengths\.txt, line 2: byte 0xff is not UTF-8"):
+    with pytest.raises(DataError, match=r"lengths\.txt, line 2: byte 0xff at offset 2 is not UTF-8"):
         read_lengths(write(tmp_path / "lengths.txt", b"1\n\xff\n"))
 
 

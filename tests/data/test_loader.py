@@ -89,6 +89,17 @@ def test_bad_samples_are_named(sample: object, message: str) -> None:
         load([[1, 2], sample], steps=[[0, 1]], vocab_size=32)
 
 
+@pytest.mark.parametrize("index", [-1, 2, 0.5, "0"])
+def test_sample_indices_outside_the_dataset_are_refused(index: object) -> None:
+    with pytest.raises(DataError, match=rf"sample index {index!r}; legal: whole numbers in \[0, 2\)"):
+        load([[1, 2], [3]], steps=[[0, index]])
+
+
+def test_steps_show_counts_and_no_tensors() -> None:
+    ((step,), _) = load([[7] * 41, {"input_ids": [8, 9], "labels": [-100, -100]}], steps=[[0, 1]])
+    assert repr(step) == "Step(0: 2 samples, 43 tokens, 40 valid, (Microbatch(22 local tokens),))"
+
+
 def test_sample_over_budget_reaches_the_loop_as_an_error() -> None:
     planner = Planner(
         strategy="dynamic",

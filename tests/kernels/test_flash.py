@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import UnsupportedError
-from layerwise.kernels import Segments, varlen_attention
+from layerwise.kernels import Segments, check_backend, varlen_attention
 
 SEGMENTS = Segments((5, 0, 20, 7), (5, 3, 20, 30))
 
@@ -144,6 +144,8 @@ def test_a_torch_varlen_without_windows_is_refused(monkeypatch: pytest.MonkeyPat
     q = torch.ones(5, 4, 8)
     with pytest.raises(UnsupportedError, match=r"windows and grouped heads.*upgrade torch"):
         varlen_attention(q, q, q, Segments((5,), (5,)), backend="torch_varlen")
+    with pytest.raises(UnsupportedError, match=r"windows and grouped heads.*upgrade torch"):
+        check_backend("torch_varlen")
 
 
 def test_flash_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +153,10 @@ def test_flash_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPat
     q = torch.ones(5, 4, 8)
     with pytest.raises(UnsupportedError, match=r"pip install 'layerwise\[flash\]'"):
         varlen_attention(q, q, q, Segments((5,), (5,)), backend="flash")
+    with pytest.raises(UnsupportedError, match=r"pip install 'layerwise\[flash\]'"):
+        check_backend("flash")
+
+
+def test_a_backend_whose_kernel_is_there_is_accepted(flash_attn: list[bool], torch_varlen: None) -> None:
+    for backend in ("auto", "reference", "sdpa", "flash", "torch_varlen"):
+        check_backend(backend)

@@ -67,6 +67,7 @@ def run_rank(
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
+@pytest.mark.parametrize("moving_kinds", [(), ("full_attention",), ("chunked_attention", "sliding_attention")])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("spec", "num_ranks"),
@@ -90,10 +91,10 @@ def run_rank(
     ids=["8:2", "7:7", "4:1", "6:3-dense"],
 )
 def test_any_plan_gives_the_loss_and_gradients_of_one_process(
-    spec: ModelSpec, num_ranks: int, checkpointing: bool
+    spec: ModelSpec, num_ranks: int, checkpointing: bool, moving_kinds: tuple[str, ...]
 ) -> None:
     attention = {kind: spec.attention(kind) for kind in spec.kinds}
-    plan = random_step(np.random.default_rng(num_ranks), LENGTHS, attention, num_ranks, 4)
+    plan = random_step(np.random.default_rng(num_ranks), LENGTHS, attention, num_ranks, 4, moving_kinds)
     generator = torch.Generator().manual_seed(0)
     samples = [Sample(torch.randint(0, 11, (n,), generator=generator)) for n in LENGTHS]
     options = ModelOptions(dtype=torch.float64, init_std=0.3, activation_checkpointing=checkpointing)

@@ -11,6 +11,7 @@ from layerwise.errors import SpecError
 from layerwise.kernels import Segments, varlen_attention
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.model.transformer import rotate
+from layerwise.plan import HOME
 from layerwise.spec import ModelSpec
 from tests.reference import Sample, reference_loss
 
@@ -56,10 +57,12 @@ def local(monkeypatch: pytest.MonkeyPatch):
             return varlen_attention(q, k, v, segments, window=window, backend="reference")
 
         index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-        routes = SimpleNamespace(piece_index=index, num_pieces=len(lengths))
+        position_ids = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
+        places = {HOME: runtime.LocalTokens(position_ids=position_ids, piece_index=index)}
+        routes = SimpleNamespace(places=places, moves={}, place_of=lambda kind: HOME, num_pieces=len(lengths))
         monkeypatch.setattr(runtime, "attention", attention)
         monkeypatch.setattr(runtime, "current_routes", lambda: routes)
-        return torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
+        return position_ids
 
     return install
 

@@ -5,8 +5,8 @@ import pytest
 from layerwise.cost import predict
 from layerwise.errors import DataError, InfeasibleError, SpecError
 from layerwise.planners import STRATEGIES, Planner, plan_step
-from layerwise.planners.problem import degree_ladder, tile_cluster
-from layerwise.traffic import Block
+from layerwise.planners.partitions import tile_cluster
+from layerwise.planners.problem import degree_ladder
 from tests.planners.builders import (
     WIDE_CLUSTER,
     WIDE_MODEL,
@@ -117,19 +117,25 @@ def test_ladder_of_group_sizes(num_ranks: int, ladder: list[int]) -> None:
     assert degree_ladder(make_cluster(num_ranks)) == ladder
 
 
+def _groups(degrees: list[int], num_ranks: int) -> list[tuple[int, int]]:
+    partition = tile_cluster(degrees, make_cluster(num_ranks))
+    return list(zip(partition.first.tolist(), partition.size.tolist(), strict=True))
+
+
 def test_groups_align_with_nodes() -> None:
     """Three nodes of 4: a group of two nodes, then the third node; blocks never straddle a node's end."""
-    assert tile_cluster(iter([8, 8]), make_cluster(12)) == (Block(0, 8), Block(8, 12))
-    assert tile_cluster(iter([4, 4]), make_cluster(6)) == (Block(0, 4), Block(4, 6))
-    assert tile_cluster(iter([2]), make_cluster(4)) == (Block(0, 2), Block(2, 3), Block(3, 4))
+    assert _groups([8, 8], 12) == [(0, 8), (8, 4)]
+    assert _groups([4, 4], 6) == [(0, 4), (4, 2)]
+    assert _groups([2], 4) == [(0, 2), (2, 1), (3, 1)]
+    assert _groups([8, 2, 2, 1], 16) == [(0, 8), (8, 2), (10, 2), *((rank, 1) for rank in range(12, 16))]
 
 
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_blocks_cover_all_ranks_once(num_ranks: int) -> None:
     cluster = make_cluster(num_ranks)
     for degree in degree_ladder(cluster):
-        blocks = tile_cluster(iter([degree] * num_ranks), cluster)
-        assert [rank for block in blocks for rank in range(block.lo, block.hi)] == list(range(num_ranks))
+        groups = _groups([degree] * num_ranks, num_ranks)
+        assert [rank for first, size in groups for rank in range(first, first + size)] == list(range(num_ranks))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -159,7 +165,7 @@ def test_a_sample_that_fits_nowhere(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "quick"}, "strategy='quick' is unknown; legal values: static, dynamic, repack"),
+        ({"strategy": "quick"}, "strategy='quick' is unknown; legal values: static, dynamic, halo, "),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0"),
         (
             {"options": {"sp_degree": 3}, "strategy": "static"},

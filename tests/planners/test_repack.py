@@ -195,7 +195,8 @@ def test_parent_solver_moves_samples_and_gains() -> None:
         seconds = [predict(plan, cluster, WIDE_MODEL).seconds for plan in plans]
         moved += plans[1].notes["moved"]
         faster += seconds[1] < seconds[0]
-        assert (plans[1].notes["moved"] > 0) == (seconds[1] < seconds[0])
+        assert seconds[1] <= seconds[0]
+        assert plans[1].notes["moved"] > 0 or seconds[1] == seconds[0]
     assert moved > 0
     assert faster > 0
 

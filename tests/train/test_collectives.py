@@ -1,4 +1,4 @@
-"""No pass is added: what a model's forward and backward really call, rank by rank."""
+"""No pass is added, but by the strategy made of passes: what a model's forward and backward really call, by rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from layerwise import LocalWorld, PlannedLoader, balance_loss, token_loss
 from layerwise.groups import World
-from layerwise.traffic import exchange_blocks, shard_blocks
+from layerwise.plan import HOME
+from layerwise.traffic import exchange_blocks, move_blocks, shard_blocks
 from tests.runtime.test_strategies import LENGTHS, STRATEGIES, make_samples, model_for, planner_for
 
 NUM_RANKS = 16
@@ -68,6 +69,13 @@ def test_two_all_to_alls_per_site_and_nothing_else(strategy: str) -> None:
             for kind in plan.attention
             if any(rank in range(b.lo, b.hi) for b in exchange_blocks(microbatch, kind, NUM_RANKS, 8))
         )
+        # One full layer, the first: a strategy that keeps it elsewhere moves hidden states there and back.
+        moves = 2 * any(
+            rank in range(b.lo, b.hi)
+            for kind in microbatch.shards_by_kind
+            for b in move_blocks(microbatch, HOME, kind, NUM_RANKS, 8)
+        )
+        assert strategy == "redistribute" or not moves
         shares_samples = any(rank in range(b.lo, b.hi) for b in shard_blocks(microbatch, NUM_RANKS, 8))
-        assert forward == backward == Counter({"all_to_all": 2 * layers} if layers else {})
+        assert forward == backward == Counter({"all_to_all": 2 * layers + moves} if layers + moves else {})
         assert at_loss == Counter({"all_reduce": 1} if shares_samples else {})

@@ -43,12 +43,29 @@ def test_replacements_win_over_file_and_overrides() -> None:
         ("model=nonesuch", r"'nonesuch': no such file; presets are .*demo"),
         ("num_steps.x=1", r"'num_steps' is a single value"),
         ("num_steps", r"expected key=value"),
+        ("=3", r"'=3': expected key=value"),
+        ("seed=[", r"'seed=\[': the value is not valid YAML"),
+        ("num_steps=true", r"num_steps: got True, which is legal for yes/no"),
         ("model.num_kv_heads=3", r"num_kv_heads=3.*legal num_kv_heads: \[1, 2, 4, 8\]"),
     ],
 )
 def test_what_is_refused(override: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         load_config(DEMO, [override])
+
+
+def test_without_a_config_file_the_message_says_so() -> None:
+    with pytest.raises(SpecError, match=r"no --config FILE given\): model: Field required"):
+        load_config(None, ["cluster=demo"])
+
+
+def test_model_files_and_mappings_start_from_a_base(tmp_path: Path) -> None:
+    (tmp_path / "m.yaml").write_text("base: demo\nhidden_size: 96\n")
+    config = load_config(DEMO, [f"model={tmp_path / 'm.yaml'}", "model.num_layers=8"])
+    assert config.model == load_config(DEMO, []).model.model_copy(update={"hidden_size": 96, "num_layers": 8})
+    (tmp_path / "m.yaml").write_text("base: demo\nhiden_size: 96\n")
+    with pytest.raises(SpecError, match=r"m\.yaml: unknown option 'hiden_size'"):
+        load_config(DEMO, [f"model={tmp_path / 'm.yaml'}"])
 
 
 def test_dense_model_with_a_balance_coefficient_is_refused() -> None:

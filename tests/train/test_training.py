@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -12,10 +15,11 @@ import pytest
 from layerwise.cli import main
 from layerwise.cost import predict
 from layerwise.data.corpus import load_corpus
-from layerwise.errors import SpecError
+from layerwise.errors import DataError, RankFailedError, SpecError
 from layerwise.train.config import load_config
+from layerwise.train.launch import launch
 from layerwise.train.loop import build_planner, build_sampler
-from layerwise.train.run import prepare_folder, run_training
+from layerwise.train.run import load_data, prepare_folder, run_training
 from tests.train.cli import DEMO, SMALL, metrics, run, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
@@ -40,6 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list
         done = run("compare", "--config", DEMO, *SMALL, *arguments, timeout_s=280)
         assert done.returncode == 0, done.stderr
         assert "0 B" in done.stdout
+        assert done.stderr.count("data: ") == 1
         for strategy in ("dynamic", "repack+parents"):
             rows[strategy, dtype] = metrics(out / strategy)
     return rows
@@ -145,13 +150,62 @@ def test_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
 
 def test_an_output_folder_belongs_to_one_run(tmp_path: Path) -> None:
     config = load_config(DEMO, [setting for setting in SMALL if setting != "--set"])
+    corpus = load_data([config])
     prepare_folder(tmp_path / "out", overwrite=False)
     (tmp_path / "out" / "metrics.jsonl").touch()  # another run that started in the meantime
     with pytest.raises(SpecError, match="already holds a run"):
-        run_training(config, tmp_path / "out")
+        run_training(config, corpus, tmp_path / "out")
+    assert (tmp_path / "out" / "metrics.jsonl").exists(), "the other run's claim"
     (tmp_path / "file").touch()
     with pytest.raises(SpecError, match="cannot be written"):
         prepare_folder(tmp_path / "file" / "out", overwrite=False)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_a_run_that_fails_before_its_first_step_gives_the_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    def failing_launch(*args: object, **options: object) -> None:
+        (tmp_path / "metrics.jsonl").write_text("{}\n" * num_rows)
+        raise RankFailedError("rank 3: was killed")
+
+    monkeypatch.setattr("layerwise.train.run.launch", failing_launch)
+    config = load_config(DEMO, [setting for setting in SMALL if setting != "--set"])
+    with pytest.raises(RankFailedError):
+        run_training(config, load_data([config]), tmp_path)
+    assert (tmp_path / "metrics.jsonl").exists() == bool(num_rows)
+    if not num_rows:
+        prepare_folder(tmp_path, overwrite=False)
+
+
+def small_run(tmp_path: Path, rows: list[dict], *settings: str) -> list[str]:
+    """Overrides for one rank and these samples."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *(f"cluster.{key}=1" for key in ("num_nodes", "ranks_per_node")),
+        *("model.num_layers=1", "model.layer_types=[full_attention]", "model.sliding_window=null"),
+        *(f"data.source={tmp_path / 'rows.jsonl'}", "data.overlong=error", "data.max_tokens_per_sample=null"),
+        *settings,
+    ]
+
+
+def test_samples_longer_than_a_step_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"input_ids": [1] * length} for length in (3, 9, 12)]
+    settings = small_run(tmp_path, rows, "tokens_per_step=8")
+    configs = [load_config(DEMO, settings, strategy=name) for name in ("static", "dynamic")]
+    load_data(configs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "data: 3 samples, 24 tokens from 1 files; 2 longer than tokens_per_step=8, each a step of its own"
+
+
+def test_steps_without_labels_are_warned_about_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}]
+    config = load_config(DEMO, small_run(tmp_path, rows, "tokens_per_step=3", "num_steps=3"))
+    run_training(config, load_data([config]), tmp_path)
+    assert [(row["num_valid_tokens"], row["loss"]) for row in metrics(tmp_path)] == [(0, 0.0)] * 3
+    err = capsys.readouterr().err
+    assert err.count("warning: step 0 has no label to learn from") == err.count("no label to learn from") == 1
+    assert "warning: 3 steps had no label" in err
 
 
 def children_of(pid: int) -> list[int]:
@@ -176,12 +230,31 @@ def test_a_dead_rank_ends_the_run_within_seconds(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+def test_ctrl_c_stops_all_ranks_and_says_so(tmp_path: Path) -> None:
+    two_ranks = ["--set", "cluster.ranks_per_node=1", "--set", "max_tokens_per_rank=2400"]
+    process = start("train", "--config", DEMO, *SMALL, *two_ranks, "--steps", 500, "--out", tmp_path)
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "metrics.jsonl").exists() and metrics(tmp_path)):
+        assert time.monotonic() < deadline, "no step was made"
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+    ranks = children_of(process.pid)
+    for pid in (*ranks, process.pid):  # as a terminal does
+        os.kill(pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "layerwise: interrupted"
+    assert "Error" not in err
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
 BAD_SETTINGS = [
     (["--nproc", "4"], "--nproc 4, but the cluster has num_nodes=2 x ranks_per_node=8 = 16 ranks"),
     (["--strategy", "repak"], "strategy='repak' is unknown; legal values: static, dynamic"),
     (["--strategy", "static", "--set", "strategy_options.sp_degres=8"], "unknown option 'sp_degres'; legal here"),
     (["--set", "data.source=nowhere"], "nowhere"),
     (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
+    (["--set", "attention_backend=flash"], "attention backend 'flash' needs flash-attn"),
     (["--set", "model.vocab_size=100"], "vocab_size"),
     (["--set", "max_tokens_per_rank=10"], "max_tokens_per_rank=10"),
 ]
@@ -198,6 +271,7 @@ def test_bad_settings_end_in_one_message_before_ranks_start(
     arguments = ["train", "--config", str(DEMO), *SMALL, "--steps", "1", "--out", str(tmp_path), *settings]
     monkeypatch.setattr("sys.argv", ["layerwise", *arguments])
     monkeypatch.setattr("layerwise.train.run.launch", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1
@@ -205,6 +279,41 @@ def test_bad_settings_end_in_one_message_before_ranks_start(
     assert line.startswith("layerwise: ")
     assert message in line
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("local_rank", "in_training"), [(0, False), (1, False), (0, True), (1, True)])
+def test_torchrun_ranks_say_once_per_node_what_is_wrong_before_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    local_rank: int,
+    in_training: bool,
+) -> None:
+    def failing_launch(*args: object, **options: object) -> None:
+        raise RankFailedError("rank 9: DataError: bad") if in_training else DataError("bad")
+
+    monkeypatch.setattr("layerwise.train.run.launch", failing_launch)
+    for name, value in {"RANK": 8 + local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 16}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("sys.argv", ["layerwise", "train", "--config", str(DEMO), *SMALL, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    spoken = "layerwise: rank 9: DataError: bad\n" if in_training else "layerwise: bad\n"
+    assert capsys.readouterr().err == (spoken if in_training or local_rank == 0 else "")
+
+
+def test_under_torchrun_a_fault_in_training_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_main(*args: object) -> None:
+        raise DataError("bad")
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(RankFailedError, match="rank 0: DataError: bad"):
+        launch(failing_main, num_ranks=1, ranks_per_node=1, device="cpu", timeout_s=10)
 
 
 def test_compare_checks_everything_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

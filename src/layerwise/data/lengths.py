@@ -51,9 +51,13 @@ def _read_text(path_or_dash: str | Path, source: str) -> str:
 
 
 def decode_utf8(data: bytes, source: str) -> str:
-    """The text of a UTF-8 file, without a byte order mark. Raises DataError naming the file and the line."""
+    """The text of a UTF-8 file, without a byte order mark. Raises DataError naming the file and the place."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{source}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8 text") from None
+        offset = error.start + len(data) - len(error.object)  # the decoder counts from behind the byte order mark
+        line = data.count(b"\n", 0, offset) + 1
+        raise DataError(
+            f"{source}, line {line}: byte 0x{data[offset]:02x} at offset {offset} is not UTF-8 text; "
+            "convert the file to UTF-8, or leave it out"
+        ) from None

@@ -8,10 +8,12 @@ Planning, routes and token slicing of coming steps run on a thread ahead of the 
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +45,9 @@ class Microbatch:
     shift_labels: Tensor
     _routes: Routes
 
+    def __repr__(self) -> str:
+        return f"Microbatch({len(self.input_ids)} local tokens)"
+
     def routes(self) -> AbstractContextManager[Routes]:
         """A context in which attention layers find this micro-batch's routes."""
         return use_routes(self._routes)
@@ -66,6 +71,12 @@ class Step:
     meter: Meter
     plan_s: float
     wait_s: float
+
+    def __repr__(self) -> str:
+        return (
+            f"Step({self.index}: {len(self.sample_ids)} samples, {self.num_tokens} tokens, "
+            f"{self.num_valid_tokens} valid, {self.microbatches})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +149,20 @@ class PlannedLoader:
         """The samples of each step, the same on every rank."""
         if self.steps is not None:
             for ids in self.steps:
-                yield [_Tokens.read(self.dataset[int(i)], int(i), self.vocab_size) for i in ids]
+                yield [self._sample(i) for i in ids]
         elif self.tokens_per_step is not None:
             stream = (_Tokens.read(item, i, self.vocab_size) for i, item in enumerate(self.dataset))
             yield from group_stream(stream, self.tokens_per_step)
+
+    def _sample(self, given_index: Any) -> _Tokens:
+        num_samples = len(self.dataset) if isinstance(self.dataset, Sized) else math.inf
+        try:
+            index = operator.index(given_index)
+        except TypeError:
+            index = -1
+        if not 0 <= index < num_samples:
+            raise DataError(f"steps= holds sample index {given_index!r}; legal: whole numbers in [0, {num_samples})")
+        return _Tokens.read(self.dataset[index], index, self.vocab_size)
 
     def _agreed(self, step: _PlannedStep, wait_s: float) -> Step:
         local_valid = sum(int((m.shift_labels != IGNORED_LABEL).sum()) for m in step.microbatches)

@@ -116,7 +116,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """A whole UTF-8 file. Raises DataError naming the file and the line."""
+    """A whole UTF-8 file. Raises DataError naming the file and the place."""
     return decode_utf8(read_bytes(path), str(path))
 
 
@@ -132,7 +132,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except UnicodeDecodeError:
-            raise DataError(f"{path}, line {number}: not UTF-8 text") from None
+            raise DataError(f"{path}, line {number}: not UTF-8 text; convert the file to UTF-8") from None
         except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(
                 f"{path}, line {number}: not a whole JSON object ({error}); is the file half-written?"

@@ -78,13 +78,21 @@ def varlen_attention(
 
 
 def check_backend(backend: str) -> None:
-    """Raise SpecError unless `backend` is "auto" or a name in BACKENDS."""
+    """Raise SpecError for an unknown name, UnsupportedError where the package that holds the kernel is missing."""
+    _check_name(backend)
+    if backend in ("flash", "torch_varlen"):
+        from layerwise.kernels.flash import load_flash, load_torch_varlen
+
+        load_flash() if backend == "flash" else load_torch_varlen()
+
+
+def _check_name(backend: str) -> None:
     if backend != "auto" and backend not in BACKENDS:
         raise SpecError(f"unknown attention backend {backend!r}; legal: auto, {', '.join(BACKENDS)}")
 
 
 def _load_kernel(backend: str) -> Kernel:
-    check_backend(backend)
+    _check_name(backend)
     module, function = BACKENDS[backend]
     kernel: Kernel = getattr(import_module(module), function)
     return kernel

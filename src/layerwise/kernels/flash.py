@@ -7,6 +7,8 @@ to the right) of the query's own, so a window of w tokens is (w - 1, 0).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,13 +32,7 @@ def flash_attention(
 ) -> Tensor:
     """See varlen_attention. The backward is deterministic under torch.use_deterministic_algorithms."""
     _refuse_sinks(sinks, "flash")
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError as error:
-        raise UnsupportedError(
-            f"attention backend 'flash' needs flash-attn ({error}): pip install 'layerwise[flash]', or use 'auto'"
-        ) from error
-    output: Tensor = flash_attn_varlen_func(
+    output: Tensor = load_flash()(
         *widen(q, k, v, HEAD_DIM_MULTIPLE),
         **_lengths(segments, q.device, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
         softmax_scale=scale,
@@ -58,14 +54,7 @@ def torch_varlen_attention(
 ) -> Tensor:
     """See varlen_attention."""
     _refuse_sinks(sinks, "torch_varlen")
-    if not has_torch_varlen():
-        raise UnsupportedError(
-            "attention backend 'torch_varlen' needs a varlen_attn with windows and grouped heads, "
-            f"which torch {torch.__version__} has not: upgrade torch, or use 'auto'"
-        )
-    from torch.nn.attention.varlen import varlen_attn
-
-    output = varlen_attn(
+    output = load_torch_varlen()(
         *widen(q, k, v, HEAD_DIM_MULTIPLE),
         **_lengths(segments, q.device, "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
         scale=scale,
@@ -74,6 +63,28 @@ def torch_varlen_attention(
     )
     assert isinstance(output, Tensor)  # a tuple only where auxiliary outputs are asked for
     return output[..., : v.shape[-1]]
+
+
+def load_flash() -> Callable[..., Any]:
+    """flash-attn's kernel. Raises UnsupportedError where the package is missing."""
+    try:
+        kernel: Callable[..., Any] = import_module("flash_attn").flash_attn_varlen_func
+    except ImportError as error:
+        raise UnsupportedError(
+            f"attention backend 'flash' needs flash-attn ({error}): pip install 'layerwise[flash]', or use 'auto'"
+        ) from error
+    return kernel
+
+
+def load_torch_varlen() -> Callable[..., Any]:
+    """torch's kernel. Raises UnsupportedError where this torch has none that will do."""
+    if not has_torch_varlen():
+        raise UnsupportedError(
+            "attention backend 'torch_varlen' needs a varlen_attn with windows and grouped heads, "
+            f"which torch {torch.__version__} has not: upgrade torch, or use 'auto'"
+        )
+    kernel: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
+    return kernel
 
 
 def has_torch_varlen() -> bool:

@@ -16,7 +16,7 @@ from layerwise.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RouterStats:
-    """What a balance loss needs, summed over the tokens of each piece (each shard that this rank holds).
+    """What a balance loss needs, summed over the tokens of each piece (each sample that this rank holds tokens of).
 
     counts: int64 [pieces, E], tokens that chose each expert.
     prob_sums: float32 or float64 [pieces, E], sums of router probabilities, differentiable.

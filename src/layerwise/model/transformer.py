@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from layerwise import runtime
 from layerwise.errors import SpecError
 from layerwise.model.moe import MoE, RouterStats, SwiGLU
+from layerwise.plan import HOME
 from layerwise.spec import LayerKind, ModelSpec
 
 
@@ -53,9 +54,7 @@ class HybridLM(nn.Module):
         self.spec = spec
         self.options = options or ModelOptions()
         dtype = self.options.dtype
-        for kind in spec.kinds:
-            if spec.attention(kind).head_dim % 2:
-                raise SpecError(f"head_dim={spec.attention(kind).head_dim} of {kind}: RoPE needs an even head_dim")
+        _check_supported(spec)
         with torch.device("meta"):
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(DecoderLayer(spec, kind, self.options) for kind in spec.all_layer_types)
@@ -67,6 +66,8 @@ class HybridLM(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> LMOutput:
         """Both int64 [T], in the order of the micro-batch; position_ids count within each token's own sample.
 
+        Hidden states are taken to where each layer's kind keeps them, and back home for the head.
+
         Must run inside `use_routes`. Raises SpecError for other shapes.
         """
         if input_ids.dim() != 1 or input_ids.shape != position_ids.shape:
@@ -75,16 +76,22 @@ class HybridLM(nn.Module):
                 "be [tokens]: packed rows without a batch dimension"
             )
         routes = runtime.current_routes()
-        rope = {kind: self._rope_table(kind, position_ids) for kind in self.spec.kinds}
-        x = self.embed(input_ids)
+        tokens = {kind: routes.places[routes.place_of(kind)] for kind in self.spec.kinds}
+        rope = {
+            kind: self._rope_table(kind, position_ids if routes.place_of(kind) == HOME else tokens[kind].position_ids)
+            for kind in self.spec.kinds
+        }
+        x, place = self.embed(input_ids), HOME
         stats: list[RouterStats] = []
         for kind, layer in zip(self.spec.all_layer_types, self.layers, strict=True):
-            args = (x, rope[kind], routes.piece_index, routes.num_pieces)
+            x, place = runtime.relocate(x, source=place, target=kind), kind
+            args = (x, rope[kind], tokens[kind].piece_index, routes.num_pieces)
             x, counts, prob_sums = (
                 runtime.checkpoint(layer, *args) if self.options.activation_checkpointing else layer(*args)
             )
             if counts is not None:
                 stats.append(RouterStats(counts=counts, prob_sums=prob_sums))
+        x = runtime.relocate(x, source=place)
         logits = F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
         return LMOutput(logits=logits, router=_stack(stats) if stats else None)
 
@@ -107,6 +114,18 @@ class HybridLM(nn.Module):
             # Drawn in float64 whatever the dtype, so that models of two dtypes start alike.
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(values * (residual_std if into_residual else self.options.init_std))
+
+
+def _check_supported(spec: ModelSpec) -> None:
+    """Raise SpecError for what a ModelSpec can plan but this model does not have."""
+    for key, value in (("output_gate", spec.output_gate), ("num_dense_layers", spec.num_dense_layers)):
+        if value:
+            raise SpecError(f"model {spec.name}: {key}={value} can be planned, but the reference model does without it")
+    for kind in spec.kinds:
+        if spec.attention(kind).linear:
+            raise SpecError(f"model {spec.name}: {kind} can be planned, but the reference model has no linear mixer")
+        if spec.attention(kind).head_dim % 2:
+            raise SpecError(f"head_dim={spec.attention(kind).head_dim} of {kind}: RoPE needs an even head_dim")
 
 
 class DecoderLayer(nn.Module):

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 from layerwise.cost import CostModel
 from layerwise.errors import SpecError
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
-from layerwise.planners.dynamic import plan_dynamic
+from layerwise.planners.dynamic import group_step, plan_dynamic
+from layerwise.planners.halo import HaloOptions, halo_class, plan_halo
+from layerwise.planners.joint import plan_joint
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.problem import GroupOptions, StepProblem, check_lengths
+from layerwise.planners.redistribute import plan_redistribute
 from layerwise.planners.repack import RepackOptions, plan_repack
 from layerwise.planners.static import StaticOptions, plan_static
 from layerwise.spec import ClusterSpec, ModelSpec, record_from
@@ -29,13 +32,23 @@ class Strategy(NamedTuple):
 STRATEGIES: dict[str, Strategy] = {
     "static": Strategy(StaticOptions, lambda problem, options: (plan_static(problem, options), {})),
     "dynamic": Strategy(GroupOptions, lambda problem, options: (plan_dynamic(problem, options), {})),
+    "halo": Strategy(
+        HaloOptions,
+        lambda problem, options: plan_halo(
+            problem, [plan_dynamic(problem, options), plan_dynamic(problem, options, halo_class)], options
+        ),
+    ),
+    "redistribute": Strategy(
+        RepackOptions, lambda problem, options: plan_redistribute(problem, group_step(problem, options), options)
+    ),
     "repack": Strategy(
-        RepackOptions, lambda problem, options: plan_repack(problem, plan_dynamic(problem, options), options)
+        RepackOptions, lambda problem, options: plan_repack(problem, group_step(problem, options), options)
     ),
     "repack+parents": Strategy(
         RepackOptions,
-        lambda problem, options: plan_repack_parents(problem, plan_dynamic(problem, options), options),
+        lambda problem, options: plan_repack_parents(problem, group_step(problem, options), options),
     ),
+    "joint": Strategy(GroupOptions, lambda problem, options: (plan_joint(problem, options), {})),
 }
 
 

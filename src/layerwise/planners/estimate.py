@@ -6,20 +6,28 @@ exact prediction of the few plans that remain.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from layerwise.cost import CALLS_PER_LAYER, PASSES, CostModel, Floats, LayerCost
+from layerwise.cost import EXCHANGES, CostModel, LayerCost
+from layerwise.flops import Floats
 from layerwise.plan import Ints
 from layerwise.spec import FULL
 
 
 class GroupClass(NamedTuple):
-    """Groups of `degree` ranks; where `repacked`, only their full-attention layers communicate."""
+    """Groups of `degree` ranks.
+
+    repacked: only their full-attention layers communicate. halo: layers with a local mask fetch only the earlier keys
+    that a rank's own queries see, and keep all heads together.
+    """
 
     degree: int
     repacked: bool = False
+    halo: bool = False
 
 
 def group_loads(cost: CostModel, lengths: Ints, classes: list[GroupClass]) -> Floats:
@@ -36,46 +44,94 @@ def group_base(cost: CostModel, classes: list[GroupClass]) -> Floats:
     rows = []
     for layer in cost.layers:
         peers = [group.degree - 1 if _exchanges(layer, group) else 0 for group in classes]
-        per_peer_s = layer.num_layers * CALLS_PER_LAYER * cost.cluster.message_latency_s
+        per_peer_s = layer.num_layers * EXCHANGES * cost.passes * cost.cluster.message_latency_s
         rows.append(per_peer_s * np.array(peers, dtype=np.float64))
     return _dims(cost, np.stack([*rows, np.zeros(len(classes))]))
 
 
-def child_loads(cost: CostModel, lengths: Ints, degrees: list[int]) -> Floats:
-    """Seconds per rank, all layers, of what follows a sample's shards on `degree` ranks of one node.
+def exposed_s(cost: CostModel, lengths: Ints) -> float:
+    """Seconds of a micro-batch in which parameter and dispatch traffic outlasts level compute."""
+    tokens = float(lengths.sum()) / cost.cluster.num_ranks
+    total = 0.0
+    for layer in cost.layers:
+        compute_s = layer.token_s * tokens + float(layer.sample_s(lengths).sum()) / cost.cluster.num_ranks
+        total += layer.num_layers * float(layer.exposed_s(np.array(compute_s), np.array(tokens)))
+    return total
 
-    float64 [samples, degrees]. Attention of the full-attention layers is left out: it stays on the parent.
+
+def child_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
+    """Seconds per rank of what follows a sample's shards on `degree` ranks of one node, as `nested_loads`.
+
+    Attention of the full-attention layers is left out: it stays on the parent.
     """
-    columns = []
-    for degree in degrees:
-        seconds = cost.head_token_s * lengths / degree
+    linear, sparse, _ = _site_loads(cost, lengths, degrees, _exchange_s)
+    return _dims(cost, np.stack([linear, sparse]))
+
+
+def nested_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
+    """Seconds per rank of samples on blocks of their own, float64 [dims, samples, degrees].
+
+    Three dims where ranks wait at every layer, else their sum: linear work, and attention sites, exchange included, of
+    sparse and of full-attention layers. Memory levels tokens, and with them linear work, whatever sites cost.
+    """
+    return _dims(cost, np.stack(_site_loads(cost, lengths, degrees, _cheaper_exchange_s)))
+
+
+def _site_loads(
+    cost: CostModel, lengths: Ints, degrees: Sequence[int], exchange_s: Callable[..., Floats]
+) -> tuple[Floats, Floats, Floats]:
+    """Linear work, sites of sparse layers, sites of full-attention layers; float64 [samples, degrees] each."""
+    linear, sparse, full = np.zeros((3, len(lengths), len(degrees)))
+    for column, degree in enumerate(degrees):
+        linear[:, column] = cost.head_token_s * lengths / degree
         for layer in cost.layers:
-            per_layer = layer.token_s * lengths / degree
-            if layer.kind != FULL:
-                per_layer = per_layer + _attention_s(layer, lengths) / degree
-                per_layer = per_layer + _exchange_s(cost, layer, lengths, degree)
-            seconds = seconds + layer.num_layers * per_layer
-        columns.append(seconds)
-    return np.stack(columns, axis=-1)
+            linear[:, column] += layer.num_layers * layer.token_s * lengths / degree
+            site_s = layer.sample_s(lengths, degree) / degree + exchange_s(cost, layer, lengths, degree)
+            (full if layer.kind == FULL else sparse)[:, column] += layer.num_layers * site_s
+    return linear, sparse, full
+
+
+def _cheaper_exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
+    by_heads_s = _exchange_s(cost, layer, lengths, degree)
+    return np.minimum(by_heads_s, halo_s(cost, layer, lengths, degree)) if layer.spec.is_local else by_heads_s
+
+
+def prefers_halo(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> NDArray[np.bool_]:
+    """Whether fetching the keys just before a rank's shard is cheaper than exchanging heads, bool [samples]."""
+    if not layer.spec.is_local:
+        return np.zeros(len(lengths), dtype=bool)
+    return np.asarray(halo_s(cost, layer, lengths, degree) <= _exchange_s(cost, layer, lengths, degree))
+
+
+def halo_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
+    """Seconds of one layer's halo exchange, forward and backward, on the rank that fetches most; with latency."""
+    if degree == 1:
+        return np.zeros(len(lengths))
+    spec, cluster = layer.spec, cost.cluster
+    shard = -(-lengths // degree)
+    keys = np.minimum((spec.reach or 1) - 1, lengths - shard)
+    bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * cost.bytes_per_element
+    rate = cluster.slow_bytes_per_s if degree > cluster.ranks_per_node else cluster.fast_bytes_per_s
+    messages = -(-keys // shard)
+    return np.asarray(cost.passes * (keys * bytes_per_key / rate + messages * cluster.message_latency_s))
 
 
 def _sample_loads(cost: CostModel, lengths: Ints, group: GroupClass) -> Floats:
     rows = []
     for layer in cost.layers:
-        seconds = (layer.token_s * lengths + _attention_s(layer, lengths)) / group.degree
-        if _exchanges(layer, group):
+        halo = group.halo and layer.spec.is_local
+        heads_over = 1 if halo else group.degree
+        seconds = (layer.token_s * lengths + layer.sample_s(lengths, heads_over)) / group.degree
+        if halo:
+            seconds = seconds + halo_s(cost, layer, lengths, group.degree)
+        elif _exchanges(layer, group):
             seconds = seconds + _exchange_s(cost, layer, lengths, group.degree)
         rows.append(layer.num_layers * seconds)
     return np.stack([*rows, cost.head_token_s * lengths / group.degree])
 
 
 def _exchanges(layer: LayerCost, group: GroupClass) -> bool:
-    return not group.repacked or layer.kind == FULL
-
-
-def _attention_s(layer: LayerCost, lengths: Ints) -> Floats:
-    pairs = layer.spec.pairs(lengths * 0, lengths)
-    return np.asarray(layer.pair_s * layer.spec.num_heads * pairs, dtype=np.float64)
+    return layer.kind == FULL or not (group.repacked or (group.halo and layer.spec.is_local))
 
 
 def _exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
@@ -87,7 +143,7 @@ def _exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -
     in_node = min(degree, cluster.ranks_per_node)
     fast_s = (in_node - 1) / degree / cluster.fast_bytes_per_s
     slow_s = (degree - in_node) / degree / cluster.slow_bytes_per_s
-    per_token_s = PASSES * elements_per_token * cost.bytes_per_element * max(fast_s, slow_s)
+    per_token_s = cost.passes * elements_per_token * cost.bytes_per_element * max(fast_s, slow_s)
     return np.asarray(per_token_s * lengths / degree)
 
 

@@ -119,15 +119,18 @@ class HeadShare(NamedTuple):
 def head_shares(degree: int, spec: AttentionSpec) -> tuple[HeadShare, ...]:
     """The shares of `degree` ranks, largest first.
 
-    Whole KV groups while there are enough; then query heads of one KV group; then query ranges of one head.
+    Whole KV groups while there are enough; then query heads of one KV group; then query ranges of one head, except
+    that a linear mixer needs its samples whole: ranks beyond its heads get a share without heads.
     """
     size = spec.queries_per_kv
-    if degree <= spec.num_kv_heads:
-        shares = [HeadShare(lo * size, hi * size, 0, 1) for lo, hi in _even_ranges(spec.num_kv_heads, degree)]
+    used = min(degree, spec.num_heads) if spec.linear else degree
+    if used <= spec.num_kv_heads:
+        shares = [HeadShare(lo * size, hi * size, 0, 1) for lo, hi in _even_ranges(spec.num_kv_heads, used)]
     else:
         shares = []
-        for kv_head, (lo, hi) in enumerate(_even_ranges(degree, spec.num_kv_heads)):
+        for kv_head, (lo, hi) in enumerate(_even_ranges(used, spec.num_kv_heads)):
             shares += _shares_of_kv_group(kv_head * size, size, hi - lo)
+    shares += [HeadShare(0, 0, 0, 1)] * (degree - used)
     return tuple(sorted(shares, key=lambda share: -share.heads))
 
 
@@ -162,12 +165,24 @@ def tile_rows(placement: Placement, lengths: Ints, spec: AttentionSpec) -> Ints:
         h0, h1 = (np.array(heads) for heads in zip(*((s.h0, s.h1) for s in shares), strict=True))
         columns = (batch.sample[:, None], batch.first[:, None] + position, q0, q1, spec.first_key(q0), h0, h1)
         table = np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
-        rows.append(table[(q0 < q1).reshape(-1)])
+        rows.append(table[((q0 < q1) & (h0 < h1)).reshape(-1)])
     return np.concatenate(rows)
+
+
+def halo_tile_rows(shards: Ints, spec: AttentionSpec) -> Ints:
+    """Tile rows, int64 [shards, 7]: each shard's own queries with all heads, and the earlier keys that they see.
+
+    Where the mask is narrow, only the last keys before the shard travel: the halo.
+    """
+    sample, rank, lo, hi = shards.T
+    heads = np.full_like(lo, spec.num_heads)
+    return np.stack([sample, rank, lo, hi, spec.first_key(lo), np.zeros_like(lo), heads], axis=1)
 
 
 def query_cuts(lengths: Ints, parts: int, spec: AttentionSpec) -> Ints:
     """Cuts of each sample's queries into parts of equal attention pairs, int64 [samples, parts + 1]."""
+    if parts == 1:
+        return np.stack([lengths * 0, lengths], axis=1)
     goal = spec.pairs(lengths * 0, lengths)[:, None] * np.arange(parts + 1) // parts
     low, high = np.zeros_like(goal), np.broadcast_to(lengths[:, None], goal.shape)
     while (low < high).any():

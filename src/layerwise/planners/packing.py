@@ -20,8 +20,10 @@ Floats = NDArray[np.float64]
 # tie.
 NORM_DOUBLINGS = 4  # p = 2**4
 MAX_PARTNER_BINS = 12
-MAX_PARTNERS = 96
+MAX_PARTNERS = 32
 MIN_GAIN = 1e-4
+# An item above this share of the mean bin is large.
+ROCK_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,40 +60,81 @@ class Packing:
 
 
 def pack_longest_first(packing: Packing) -> Ints | None:
-    """Bin of every item, int64 [items]: longest first, each where it ends lowest. None: one fits nowhere."""
-    height = packing.loads.sum(axis=0)
-    order = np.lexsort([np.arange(len(height)), -packing.tokens, -height.mean(axis=1)]).tolist()
-    heights, tokens, free = height.tolist(), packing.tokens.tolist(), packing.capacity_tokens.tolist()
-    num_classes = packing.base.shape[1]
-    allowed = np.ones((len(height), num_classes), dtype=bool) if packing.allowed is None else packing.allowed
-    may_use, base = allowed.tolist(), packing.base.sum(axis=0).tolist()
-    heaps: list[list[tuple[float, int]]] = [[] for _ in range(num_classes)]
-    for index, kind in enumerate(packing.bin_class.tolist()):
-        heaps[kind].append((base[kind], index))
-    bin_of = np.full(len(height), -1, dtype=np.int64)
-    for item in order:
-        need, best = tokens[item], None
-        for kind, heap in enumerate(heaps):
-            if not heap or not may_use[item][kind]:
-                continue
-            lowest = heap[0] if free[heap[0][1]] >= need else min((e for e in heap if free[e[1]] >= need), default=None)
-            if lowest is not None and (best is None or lowest[0] + heights[item][kind] < best[0]):
-                best = (lowest[0] + heights[item][kind], kind, lowest)
-        if best is None:
+    """Bin of every item, int64 [items]: longest first, each where it ends lowest. None: one fits nowhere.
+
+    Large items weigh every class of bins; small ones, which level whatever the large ones left, take the lowest bin.
+    """
+    heights, base = packing.loads.sum(axis=0), packing.base.sum(axis=0)
+    order = np.lexsort([np.arange(len(heights)), -packing.tokens, -heights.mean(axis=1)])
+    smallest = heights.min(axis=1)
+    is_rock = smallest > ROCK_SHARE * (smallest.sum() + base[packing.bin_class].sum()) / len(packing.bin_class)
+    if packing.allowed is not None:
+        is_rock |= ~packing.allowed.all(axis=1)
+    bins = _Bins(packing, heights, base)
+    for item in order[is_rock[order]].tolist():
+        if not bins.put_best(item):
             return None
+    return bins.bin_of if bins.pour(order[~is_rock[order]]) else None
+
+
+class _Bins:
+    """Bins being filled; the heaps hold (height, bin) of each class."""
+
+    def __init__(self, packing: Packing, heights: Floats, base: Floats) -> None:
+        self.packing, self.heights = packing, heights
+        self.bin_of = np.full(len(heights), -1, dtype=np.int64)
+        self.free = packing.capacity_tokens.tolist()
+        self.heaps: list[list[tuple[float, int]]] = [[] for _ in base]
+        for index, kind in enumerate(packing.bin_class.tolist()):
+            self.heaps[kind].append((float(base[kind]), index))
+        for heap in self.heaps:
+            heapq.heapify(heap)
+
+    def put_best(self, item: int) -> bool:
+        """Put a large item where it ends lowest; False where no bin has room."""
+        need, rise = int(self.packing.tokens[item]), self.heights[item].tolist()
+        best = None
+        for kind, heap in enumerate(self.heaps):
+            if not heap or (self.packing.allowed is not None and not self.packing.allowed[item, kind]):
+                continue
+            entry = heap[0] if self.free[heap[0][1]] >= need else self._lowest_with_room(heap, need)
+            if entry is not None and (best is None or entry[0] + rise[kind] < best[0]):
+                best = (entry[0] + rise[kind], kind, entry)
+        if best is None:
+            return False
         level, kind, entry = best
-        _replace(heaps[kind], entry, (level, entry[1]))
-        free[entry[1]] -= need
-        bin_of[item] = entry[1]
-    return bin_of
+        heap = self.heaps[kind]
+        if heap[0] is entry:
+            heapq.heapreplace(heap, (level, entry[1]))
+        else:
+            heap[heap.index(entry)] = (level, entry[1])
+            heapq.heapify(heap)
+        self.free[entry[1]] -= need
+        self.bin_of[item] = entry[1]
+        return True
 
+    def _lowest_with_room(self, heap: list[tuple[float, int]], need: int) -> tuple[float, int] | None:
+        return min((entry for entry in heap if self.free[entry[1]] >= need), default=None)
 
-def _replace(heap: list[tuple[float, int]], old: tuple[float, int], new: tuple[float, int]) -> None:
-    if heap[0] == old:
-        heapq.heapreplace(heap, new)
-    else:
-        heap[heap.index(old)] = new
+    def pour(self, items: Ints) -> bool:
+        """Put small items, longest first, each into the lowest bin that has room; False where none has."""
+        heap = [entry for heap in self.heaps for entry in heap]
         heapq.heapify(heap)
+        classes, free, placed = self.packing.bin_class.tolist(), self.free, []
+        for need, rise in zip(self.packing.tokens[items].tolist(), self.heights[items].tolist(), strict=True):
+            full = []
+            while heap and free[heap[0][1]] < need:
+                full.append(heapq.heappop(heap))
+            if not heap:
+                return False
+            level, index = heap[0]
+            heapq.heapreplace(heap, (level + rise[classes[index]], index))
+            free[index] -= need
+            placed.append(index)
+            for entry in full:
+                heapq.heappush(heap, entry)
+        self.bin_of[items] = placed
+        return True
 
 
 def refine(packing: Packing, bin_of: Ints, max_steps: int = 48) -> Ints:
@@ -138,13 +181,14 @@ def _best_change(packing: Packing, bin_of: Ints, loads: Floats, hot: int) -> tup
 
 
 def _partners(bin_of: Ints, loads: Floats, hot: int) -> tuple[Ints, Ints]:
-    """What an item of bin `hot` may trade with: nothing (-1) in any other bin, or an item of a low bin."""
+    """What an item of bin `hot` may trade with: nothing (-1) in a lower bin, or an item of a low bin."""
     order = np.argsort(loads.sum(axis=0), kind="stable")
     order = order[order != hot]
     low = np.zeros(loads.shape[1], dtype=bool)
     low[order[:MAX_PARTNER_BINS]] = True
     swaps = _every_kth(np.flatnonzero(low[bin_of]))
-    return np.concatenate([np.full(len(order), -1), swaps]), np.concatenate([order, bin_of[swaps]])
+    movable = order[:MAX_PARTNERS]
+    return np.concatenate([np.full(len(movable), -1), swaps]), np.concatenate([movable, bin_of[swaps]])
 
 
 def _every_kth(items: Ints) -> Ints:

@@ -1,8 +1,8 @@
-"""The question that every strategy answers, and the blocks of ranks that answers are made of."""
+"""The question that every strategy answers, and the sizes of groups that answers are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,6 @@ from layerwise.cost import CostModel
 from layerwise.errors import DataError, InfeasibleError, SpecError
 from layerwise.plan import Ints
 from layerwise.spec import ClusterSpec, Record
-from layerwise.traffic import Block
 
 
 class GroupOptions(Record):
@@ -52,8 +51,7 @@ class StepProblem:
         """Seconds of each sample on one rank, all layers, no communication: float64 [samples]."""
         seconds = self.cost.head_token_s * self.lengths
         for layer in self.cost.layers:
-            pairs = layer.spec.pairs(self.lengths * 0, self.lengths) * layer.spec.num_heads
-            seconds = seconds + layer.num_layers * (layer.token_s * self.lengths + layer.pair_s * pairs)
+            seconds = seconds + layer.num_layers * (layer.token_s * self.lengths + layer.sample_s(self.lengths))
         return np.asarray(seconds)
 
     @property
@@ -97,21 +95,3 @@ def degree_ladder(cluster: ClusterSpec) -> list[int]:
         sizes.append(size)
         size *= 2
     return [*sizes, cluster.num_ranks]
-
-
-def aligned_block(rank: int, degree: int, cluster: ClusterSpec) -> Block:
-    """The block of `degree` ranks that holds `rank`; shorter where a node or the cluster ends first."""
-    node = rank // cluster.ranks_per_node * cluster.ranks_per_node
-    base, end = (node, node + cluster.ranks_per_node) if degree < cluster.ranks_per_node else (0, cluster.num_ranks)
-    lo = base + (rank - base) // degree * degree
-    return Block(lo, min(lo + degree, end))
-
-
-def tile_cluster(degrees: Iterator[int], cluster: ClusterSpec) -> tuple[Block, ...]:
-    """Disjoint blocks that cover all ranks: the given degrees in descending order, then single ranks."""
-    blocks, cursor = [], 0
-    while cursor < cluster.num_ranks:
-        block = aligned_block(cursor, next(degrees, 1), cluster)
-        blocks.append(block)
-        cursor = block.hi
-    return tuple(blocks)

@@ -6,10 +6,12 @@ import numpy as np
 from pydantic import Field
 
 from layerwise.errors import SpecError
-from layerwise.plan import MicrobatchPlan, Parent
-from layerwise.planners.estimate import GroupClass, group_base, group_loads
+from layerwise.plan import MicrobatchPlan
+from layerwise.planners.estimate import GroupClass
+from layerwise.planners.grouping import group_samples
 from layerwise.planners.layout import lay_out
-from layerwise.planners.packing import Packing, pack_longest_first, refine, split_parts
+from layerwise.planners.packing import split_parts
+from layerwise.planners.partitions import tile_cluster
 from layerwise.planners.problem import StepProblem
 from layerwise.spec import ClusterSpec, Record
 
@@ -53,30 +55,11 @@ def _try_split(
     if part_of is None:
         return None
     microbatches = []
+    partition = tile_cluster((degree,) * (problem.cluster.num_ranks // degree), problem.cluster)
     for part in range(num_microbatches):
         samples = np.flatnonzero(part_of == part)
-        groups = _pack_groups(problem, samples, degree) if len(samples) else None
-        if groups is None:
+        found = group_samples(problem, samples, [partition], GroupClass) if len(samples) else []
+        if not found:
             return None
-        microbatches.append(lay_out(problem.lengths, problem.cost.attention, groups))
+        microbatches.append(lay_out(problem.lengths, problem.cost.attention, found[0].parents()))
     return tuple(microbatches)
-
-
-def _pack_groups(problem: StepProblem, samples: np.ndarray, degree: int) -> list[Parent] | None:
-    num_groups = problem.cluster.num_ranks // degree
-    classes = [GroupClass(degree)]
-    packing = Packing(
-        loads=group_loads(problem.cost, problem.lengths[samples], classes),
-        base=group_base(problem.cost, classes),
-        bin_class=np.zeros(num_groups, dtype=np.int64),
-        tokens=problem.lengths[samples],
-        capacity_tokens=np.full(num_groups, degree * problem.max_tokens_per_rank),
-    )
-    bin_of = pack_longest_first(packing)
-    if bin_of is None:
-        return None
-    bin_of = refine(packing, bin_of)
-    return [
-        Parent(first_rank=group * degree, sp_degree=degree, samples=tuple(samples[bin_of == group].tolist()))
-        for group in range(num_groups)
-    ]

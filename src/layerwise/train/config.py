@@ -10,7 +10,16 @@ from pydantic import Field, model_validator
 
 from layerwise.data.config import DataConfig
 from layerwise.errors import SpecError
-from layerwise.spec import ClusterSpec, ModelSpec, Record, load_cluster, load_model, read_yaml, record_from
+from layerwise.spec import (
+    ClusterSpec,
+    ModelSpec,
+    Record,
+    load_cluster,
+    load_model,
+    read_settings,
+    read_yaml,
+    record_from,
+)
 
 
 class OptimizerConfig(Record):
@@ -63,28 +72,37 @@ class TrainConfig(Record):
 def load_config(path: str | Path | None, overrides: list[str], **replacements: Any) -> TrainConfig:
     """Read a YAML file, apply `a.b=c` overrides (values are YAML), then keyword replacements that are not None.
 
-    `model` and `cluster` are a preset name, a YAML file, or a mapping; a mapping may start from another with `base`.
+    `model` and `cluster` are a preset name, a YAML file, or a mapping; the latter two may start from another with
+    `base`.
     Raises SpecError naming every unknown key and illegal value.
     """
-    source = "--set" if path is None else str(path)
+    source = "--set (no --config FILE given)" if path is None else str(path)
     data = {} if path is None else read_yaml(Path(path))
     for override in overrides:
         _apply(data, override)
     data |= {key: value for key, value in replacements.items() if value is not None}
     for key, load in (("model", load_model), ("cluster", load_cluster)):
-        if key in data:
-            data[key] = _resolve(data[key], load)
+        given = data.get(key)
+        if isinstance(given, str):
+            data[key] = load(given)
+        elif isinstance(given, dict):
+            data[key] = read_settings(given, key)
     return record_from(TrainConfig, data, source)
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
+def parse_setting(setting: str) -> tuple[str, Any]:
+    """(key, value) of `key=value`, whose value is YAML. Raises SpecError."""
+    key, separator, text = setting.partition("=")
     if not separator or not key:
-        raise SpecError(f"--set {override!r}: expected key=value, as in --set optimizer.learning_rate=1e-3")
+        raise SpecError(f"--set {setting!r}: expected key=value, as in --set sp_degree=8")
     try:
-        value = yaml.safe_load(text)
+        return key, _number(yaml.safe_load(text))
     except yaml.YAMLError:
-        raise SpecError(f"--set {override!r}: the value is not valid YAML") from None
+        raise SpecError(f"--set {setting!r}: the value is not valid YAML") from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, value = parse_setting(override)
     *parents, last = key.split(".")
     for parent in parents:
         child = data.get(parent, {})
@@ -93,7 +111,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if data[parent] is None:
             raise SpecError(f"--set {override!r}: {parent!r} is a single value, not a group of settings")
         data = data[parent]
-    data[last] = _number(value)
+    data[last] = value
 
 
 def _number(value: Any) -> Any:
@@ -103,13 +121,4 @@ def _number(value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    return value
-
-
-def _resolve(value: Any, load: Any) -> Any:
-    if isinstance(value, str):
-        return load(value).model_dump()
-    if isinstance(value, dict) and "base" in value:
-        rest = {key: item for key, item in value.items() if key != "base"}
-        return load(value["base"]).model_dump() | rest
     return value

@@ -50,7 +50,7 @@ def pick_device(name: str) -> torch.device:
 def launch(main: RankMain, *, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
     """Run main(world, device) on every rank and return when all are done.
 
-    Raises SpecError where torchrun's world is not num_ranks, RankFailedError where a rank fails or dies.
+    Raises SpecError where torchrun's world is not num_ranks, RankFailedError where one of several ranks fails or dies.
     """
     if under_torchrun():
         _join(main, num_ranks, ranks_per_node, device, timeout_s)
@@ -75,6 +75,8 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
     try:
         main(ProcessWorld(ranks_per_node, torch_device), torch_device)
         dist.barrier()
+    except LayerwiseError as error:
+        raise RankFailedError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error
     finally:
         dist.destroy_process_group()
 

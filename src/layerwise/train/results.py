@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from layerwise.data.corpus import load_corpus
+from layerwise.data.corpus import Corpus
 from layerwise.plan import StepPlan
 from layerwise.report import RunRecord, strategy_rows, write_report
 from layerwise.train.config import TrainConfig
@@ -16,7 +16,7 @@ from layerwise.train.loop import build_planner, build_sampler
 from layerwise.train.run import REPORT_FILE, read_metrics
 
 
-def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], out: Path) -> None:
+def print_and_report(configs: Sequence[TrainConfig], corpus: Corpus, folders: Sequence[Path], out: Path) -> None:
     """Print the strategies side by side and write out/report.html. Runs differ in their strategy only."""
     runs = [
         RunRecord(
@@ -28,7 +28,7 @@ def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], ou
         for config, folder in zip(configs, folders, strict=True)
     ]
     _print_table(runs)
-    plans = telling_step(configs[0], configs[-1]) if len(configs) > 1 else None
+    plans = telling_step(configs[0], configs[-1], corpus) if len(configs) > 1 else None
     names = " and ".join(run.strategy for run in runs)
     write_report(
         out / REPORT_FILE,
@@ -40,12 +40,11 @@ def print_and_report(configs: Sequence[TrainConfig], folders: Sequence[Path], ou
     Console().print(f"report: {out / REPORT_FILE}", highlight=False, soft_wrap=True)
 
 
-def telling_step(before: TrainConfig, after: TrainConfig) -> tuple[StepPlan, StepPlan]:
+def telling_step(before: TrainConfig, after: TrainConfig, corpus: Corpus) -> tuple[StepPlan, StepPlan]:
     """Both strategies' plans of the step in which `after` repacks the most tokens; of the longest sample if none.
 
     Planning is a pure function of the lengths, so the plans are those that the runs used.
     """
-    corpus = load_corpus(after.data)
     steps = [corpus.lengths[ids].tolist() for ids in build_sampler(after, corpus)]
     planner = build_planner(after)
     chosen = max(steps, key=lambda lengths: (_repacked_tokens(planner(lengths)), max(lengths)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layerwise.data.corpus import Corpus, load_corpus
 from layerwise.errors import InfeasibleError, SpecError
 from layerwise.groups import World
-from layerwise.kernels import check_backend
 from layerwise.planners import STRATEGIES, Planner
 from layerwise.train.config import TrainConfig
 from layerwise.train.launch import launch
@@ -49,35 +49,58 @@ def _holds_a_run(out: Path) -> str:
     return f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it"
 
 
-def run_training(config: TrainConfig, out: Path) -> None:
+def load_data(configs: Sequence[TrainConfig]) -> Corpus:
+    """The samples of runs that differ in their strategy only; says once what became of the data.
+
+    Raises LayerwiseError for data that a run cannot use, before any rank starts; forked ranks share what is loaded.
+    """
+    config = configs[0]
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    for each in configs:
+        _check_longest(corpus, build_planner(each))
+    if is_writer():
+        num_longer = int((corpus.lengths > config.tokens_per_step).sum())
+        longer = f"; {num_longer:,} longer than tokens_per_step={config.tokens_per_step}, each a step of its own"
+        text = f"data: {corpus.report}{longer if num_longer else ''}"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    return corpus
+
+
+def run_training(config: TrainConfig, corpus: Corpus, out: Path) -> None:
     """Train `config` with its results in `out`; under torchrun every rank calls this.
 
-    Raises LayerwiseError; what the folder holds then is a readable beginning of a run.
+    Raises LayerwiseError; what the folder holds then is a readable beginning of a run, or no run.
     """
-    # What is wrong with strategy, kernel or data ends here, before any rank starts; forked ranks share what is loaded.
-    planner = build_planner(config)
-    check_backend(config.attention_backend)
-    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
-    _check_longest(corpus, planner)
-    if is_writer():
-        try:
-            (out / METRICS_FILE).touch(exist_ok=False)  # claims the folder: of two runs started at once, one ends here
-        except FileExistsError:
-            raise SpecError(_holds_a_run(out)) from None
-        (out / CONFIG_FILE).write_text(config.to_yaml())
-        Console(stderr=True).print(f"data: {corpus.report}", highlight=False, soft_wrap=True)
 
     def rank_main(world: World, device: torch.device) -> None:
         with _WriterRank(config, out) if world.rank == 0 else _QuietRank() as watcher:
             train(config, corpus, world, device, watcher)
 
-    launch(
-        rank_main,
-        num_ranks=config.cluster.num_ranks,
-        ranks_per_node=config.cluster.ranks_per_node,
-        device=config.device,
-        timeout_s=config.timeout_s,
-    )
+    with _claim(config, out) if is_writer() else nullcontext():
+        launch(
+            rank_main,
+            num_ranks=config.cluster.num_ranks,
+            ranks_per_node=config.cluster.ranks_per_node,
+            device=config.device,
+            timeout_s=config.timeout_s,
+        )
+
+
+@contextmanager
+def _claim(config: TrainConfig, out: Path) -> Iterator[None]:
+    """Of two runs started at once in one folder one ends here; a run without a step gives the folder back."""
+    metrics = out / METRICS_FILE
+    try:
+        metrics.touch(exist_ok=False)
+    except FileExistsError:
+        raise SpecError(_holds_a_run(out)) from None
+    try:
+        (out / CONFIG_FILE).write_text(config.to_yaml())
+        yield
+    finally:
+        Console(stderr=True).show_cursor()  # the rank that drew the progress bar may have been killed
+        if metrics.exists() and not metrics.stat().st_size:
+            metrics.unlink()
 
 
 def _check_longest(corpus: Corpus, planner: Planner) -> None:
@@ -114,14 +137,29 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
             TextColumn("{task.fields[info]}"),
             console=Console(stderr=True),
         )
+        self._unlabelled_steps = 0
         self._task = self._progress.add_task(config.strategy, total=config.num_steps, info="starting")
         self._progress.start()
 
     def step(self, row: dict[str, Any]) -> None:
         self._recorder.write(row)
+        if not row["num_valid_tokens"]:
+            self._warn_unlabelled(row["step"])
         info = f"loss {row['loss']:.4f}  {row['num_tokens'] / row['step_s']:,.0f} tokens/s"
         self._progress.update(self._task, advance=1, info=info)
 
+    def _warn_unlabelled(self, step: int) -> None:
+        if not self._unlabelled_steps:
+            self._progress.console.print(
+                f"warning: step {step} has no label to learn from (num_valid_tokens is 0): its loss is 0; "
+                "are all labels -100?",
+                highlight=False,
+                soft_wrap=True,
+            )
+        self._unlabelled_steps += 1
+
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
+        if self._unlabelled_steps > 1:
+            self._progress.console.print(f"warning: {self._unlabelled_steps} steps had no label", highlight=False)
         self._recorder.close()

@@ -1,0 +1,58 @@
+"""The paper's table with one setting changed at a time: where repacking pays, and where it does not.
+
+    python -m benchmarks.evaluate.sensitivity [--steps N] [--strategies a,b] [--png FILE] [LENGTH_FILE ...]
+
+Exits with status 1 where a repacking strategy is slower than `dynamic` on a step, which its fallback rules out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.evaluate.figures import ROUNDING_PCT
+from layerwise.evaluate.drawings import draw_sensitivity
+from layerwise.evaluate.sensitivity import (
+    DEFAULT_STEPS,
+    REPACKING,
+    VariantResult,
+    make_variants,
+    render_sensitivity,
+    run_variants,
+)
+from layerwise.evaluate.steps import check_strategies
+from layerwise.evaluate.workload import load_workload
+from layerwise.planners import STRATEGIES
+
+
+def main() -> int:
+    """Print the table and the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("length_files", nargs="*", type=Path)
+    parser.add_argument("--workload", default="paper")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--png", type=Path)
+    options = parser.parse_args()
+    variants = make_variants(load_workload(options.workload), options.length_files)
+    results = run_variants(variants, check_strategies(options.strategies.split(",")), num_steps=options.steps)
+    console = Console()
+    render_sensitivity(results, console)
+    if options.png:
+        draw_sensitivity(results).savefig(options.png, dpi=200)
+    slower = [f"{r.axis} {r.value}" for r in results if _worst_pct(r) < -ROUNDING_PCT]
+    if slower:
+        console.print(f"a repacking strategy is slower than dynamic on a step with: {', '.join(slower)}")
+    return 1 if slower else 0
+
+
+def _worst_pct(result: VariantResult) -> float:
+    rows = result.evaluation.all
+    return min((rows[name].worst_step_saving_pct for name in REPACKING if name in rows), default=0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

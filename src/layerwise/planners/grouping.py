@@ -1,0 +1,122 @@
+"""Samples into disjoint groups of ranks: many partitions scored, a few packed, the best refined.
+
+Which loads a group gives its ranks is the caller's: those of one layout for all layers, or those that hold after its
+samples are repacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from layerwise.flops import Floats
+from layerwise.plan import Ints, Parent
+from layerwise.planners.estimate import GroupClass, exposed_s, group_base, group_loads
+from layerwise.planners.packing import Packing, pack_longest_first, refine
+from layerwise.planners.partitions import Partition
+from layerwise.planners.problem import StepProblem
+
+ClassOf = Callable[[int], GroupClass]
+
+# How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
+FEW_SAMPLES, MANY_SAMPLES = 64, 2000
+NUM_PACKED, NUM_PACKED_OF_MANY = 6, 3
+NUM_REFINED = 2
+# Children are whole samples on few ranks, so a group that is to be repacked must leave a little room.
+CHILD_FILL = 0.995
+
+
+class Grouping(NamedTuple):
+    """Samples of a micro-batch in the groups of a partition, and the estimate of its seconds."""
+
+    estimate_s: float
+    partition: Partition
+    samples: Ints
+    packing: Packing
+    bin_of: Ints
+
+    def parents(self) -> tuple[Parent, ...]:
+        """The groups that hold samples."""
+        order = np.argsort(self.bin_of, kind="stable")
+        cuts = np.searchsorted(self.bin_of[order], np.arange(len(self.partition.first) + 1)).tolist()
+        members = self.samples[order].tolist()
+        groups = zip(self.partition.first.tolist(), self.partition.size.tolist(), cuts, cuts[1:], strict=False)
+        return tuple(
+            Parent(first_rank=first, sp_degree=size, samples=tuple(members[lo:hi]))
+            for first, size, lo, hi in groups
+            if lo < hi
+        )
+
+
+def group_samples(
+    problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf
+) -> list[Grouping]:
+    """The samples in those partitions that suit them best, fastest first; [] where they fit into none.
+
+    Only the most promising ones are refined.
+    """
+    degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
+    classes = [class_of(degree) for degree in degrees]
+    lengths = problem.lengths[samples]
+    loads, base = group_loads(problem.cost, lengths, classes), group_base(problem.cost, classes)
+    allowed = may_join(problem, lengths, classes)
+    packings = [
+        Packing(
+            loads=loads,
+            base=base,
+            bin_class=np.searchsorted(degrees, partition.size),
+            tokens=lengths,
+            capacity_tokens=_capacity(problem, partition, class_of),
+            allowed=None if allowed.all() else allowed,
+        )
+        for partition in candidates
+    ]
+    order = np.argsort(_scores(packings, allowed), kind="stable").tolist()
+    few = len(samples) <= FEW_SAMPLES
+    limit = len(order) if few else NUM_PACKED if len(samples) <= MANY_SAMPLES else NUM_PACKED_OF_MANY
+    extra_s = exposed_s(problem.cost, lengths)
+    packed: list[Grouping] = []
+    for index in order:
+        bin_of = pack_longest_first(packings[index])
+        if bin_of is not None:
+            makespan = packings[index].makespan(bin_of) + extra_s
+            packed.append(Grouping(makespan, candidates[index], samples, packings[index], bin_of))
+        if len(packed) == limit:
+            break
+    packed.sort(key=lambda found: found.estimate_s)
+    num_refined = limit if few else NUM_REFINED
+    refined = [_refined(found, extra_s) for found in packed[:num_refined]]
+    return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
+
+
+def _capacity(problem: StepProblem, partition: Partition, class_of: ClassOf) -> Ints:
+    room = [CHILD_FILL if class_of(size).repacked else 1.0 for size in partition.size.tolist()]
+    return (partition.size * problem.max_tokens_per_rank * np.array(room)).astype(np.int64)
+
+
+def may_join(problem: StepProblem, lengths: Ints, classes: Sequence[GroupClass]) -> np.ndarray:
+    """Which samples a group of each class can hold, bool [samples, classes]: a child must fit into a node."""
+    node = problem.cluster.ranks_per_node
+    ranks = [min(group.degree, node) if group.repacked else group.degree for group in classes]
+    return np.asarray(lengths[:, None] <= np.array(ranks) * problem.max_tokens_per_rank)
+
+
+def _scores(packings: list[Packing], allowed: np.ndarray) -> Floats:
+    """A quick guess of each packing's height: its samples as a fluid, but no lower than its highest sample alone."""
+    heights, base = packings[0].loads.sum(axis=0), packings[0].base.sum(axis=0)
+    alone = np.where(allowed, heights + base, np.inf)
+    fluid = heights.sum(axis=0)
+    scores = []
+    for packing in packings:
+        count = np.bincount(packing.bin_class, minlength=len(base))
+        present = count > 0
+        level = (1 + (count * base / fluid).sum()) / (count / fluid).sum()
+        scores.append(max(level, float(alone[:, present].min(axis=1).max())))
+    return np.array(scores)
+
+
+def _refined(found: Grouping, extra_s: float) -> Grouping:
+    bin_of = refine(found.packing, found.bin_of)
+    return found._replace(estimate_s=found.packing.makespan(bin_of) + extra_s, bin_of=bin_of)

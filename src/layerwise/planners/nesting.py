@@ -1,0 +1,170 @@
+"""Every sample on the narrowest aligned block of ranks that keeps them level; blocks of different samples may overlap.
+
+A rank may own shards of several widths: whole short samples beside parts of long ones. The child solver and `joint`
+both place samples this way, in one parent's nodes or in the whole cluster.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.flops import Floats
+from layerwise.plan import Ints
+from layerwise.planners.layout import Placement
+from layerwise.planners.partitions import aligned_blocks
+
+# Seconds above the level, as a share of it, that a narrower block may cost.
+TOLERANCES = (0.003, 0.015, 0.06)
+# A sample above this share of the level in any dimension is large: it may take more than one rank.
+ROCK_SHARE = 0.06
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Nest:
+    """Samples to place on the ranks [first_rank, first_rank + num_ranks), whose nodes have `ranks_per_node`.
+
+    loads: float64 [dims, samples, widths], seconds that a sample adds to each rank of a block.
+    widths: sizes of blocks, ascending, the first 1.
+    lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
+    """
+
+    samples: Ints
+    lengths: Ints
+    loads: Floats
+    widths: Sequence[int]
+    first_rank: int
+    num_ranks: int
+    ranks_per_node: int
+    capacity_tokens: int
+
+
+def nest(problem: Nest) -> tuple[float, Placement] | None:
+    """The best of a few tolerances: (sum over dimensions of the fullest rank's seconds, placement), or None."""
+    found = [placed for tolerance in TOLERANCES if (placed := _nest(problem, tolerance)) is not None]
+    return min(found, key=lambda placed: placed[0], default=None)
+
+
+def _nest(problem: Nest, tolerance: float) -> tuple[float, Placement] | None:
+    single = problem.loads[:, :, 0]
+    level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
+    is_rock = (single > ROCK_SHARE * level[:, None]).any(axis=0)
+    size = (single / level[:, None]).max(axis=0)
+    order = np.lexsort([np.arange(len(size)), -size])
+    # Small samples level the first dimension at the end; of the others, they add about as much to every rank.
+    base = single[:, ~is_rock].sum(axis=1) / problem.num_ranks
+    base[0] = 0.0
+    state = _Ranks(problem, level, base, tolerance)
+    for item in order[is_rock[order]].tolist():
+        if not state.put(item):
+            return None
+    state.height -= base[:, None]
+    if not state.pour(order[~is_rock[order]]):
+        return None
+    placement = Placement(problem.samples, problem.first_rank + state.first, state.degree)
+    return float(state.height.max(axis=1).sum()), placement
+
+
+class _Ranks:
+    """Ranks being filled: seconds `height` float64 [dims, ranks], and tokens.
+
+    The heap holds (share of the level that is used, rank); an entry whose share is not the rank's own is out of date.
+    """
+
+    def __init__(self, problem: Nest, level: Floats, base: Floats, tolerance: float) -> None:
+        self.problem, self.level = problem, level
+        self.allowed_s = tolerance * float(level.sum())
+        self.height = np.repeat(base[:, None], problem.num_ranks, axis=1)
+        self.tokens = np.zeros(problem.num_ranks, dtype=np.int64)
+        self.first = np.zeros(len(problem.samples), dtype=np.int64)
+        self.degree = np.ones(len(problem.samples), dtype=np.int64)
+        self.blocks = [aligned_blocks(width, problem.num_ranks, problem.ranks_per_node) for width in problem.widths]
+        self.used = (self.height / level[:, None]).sum(axis=0).tolist()
+        self.heap = [(share, rank) for rank, share in enumerate(self.used)]
+
+    def put(self, item: int) -> bool:
+        """Put a large sample on the narrowest block that stays level, or on the one that rises least above."""
+        choice = self._emptiest_rank(item) or self._best_block(item)
+        if choice is None:
+            return False
+        index, lo, hi = choice
+        self.height[:, lo:hi] += self.problem.loads[:, item, index, None]
+        self.tokens[lo:hi] += -(-int(self.problem.lengths[item]) // (hi - lo))
+        self.first[item], self.degree[item] = lo, hi - lo
+        if index:
+            self.level = self.level + self._rise(item, index)
+        for rank, share in enumerate((self.height[:, lo:hi] / self.level[:, None]).sum(axis=0).tolist(), start=lo):
+            self.used[rank] = share
+            heapq.heappush(self.heap, (share, rank))
+        return True
+
+    def _emptiest_rank(self, item: int) -> tuple[int, int, int] | None:
+        """The rank that is used least, if the whole sample keeps it level: right for most samples, and quick."""
+        while self.used[self.heap[0][1]] != self.heap[0][0]:
+            heapq.heappop(self.heap)
+        rank = self.heap[0][1]
+        if self.tokens[rank] + self.problem.lengths[item] > self.problem.capacity_tokens:
+            return None
+        above = self.height[:, rank] + self.problem.loads[:, item, 0] - self.level
+        return (0, rank, rank + 1) if np.maximum(above, 0).sum() <= self.allowed_s else None
+
+    def _best_block(self, item: int) -> tuple[int, int, int] | None:
+        best: tuple[float, int, int] | None = None
+        length, level = int(self.problem.lengths[item]), self.level[:, None]
+        for index, (first, end) in enumerate(self.blocks):
+            after = np.maximum.reduceat(self.height, first, axis=1) + self.problem.loads[:, item, index, None]
+            above_s = np.maximum(after - level, 0).sum(axis=0)
+            share = -(-length // (end - first))
+            has_room = np.maximum.reduceat(self.tokens, first) + share <= self.problem.capacity_tokens
+            if not has_room.any():
+                continue
+            rank = np.where(has_room, above_s + 1e-6 * (after / level).sum(axis=0) * self.level.sum(), np.inf)
+            block = int(rank.argmin())
+            costs_s = float(above_s[block] + self._rise(item, index).sum())
+            if best is None or costs_s < best[0]:
+                best = (costs_s, index, block)
+            if above_s[block] <= self.allowed_s:
+                break
+        if best is None:
+            return None
+        _, index, block = best
+        return index, int(self.blocks[index][0][block]), int(self.blocks[index][1][block])
+
+    def _rise(self, item: int, index: int) -> Floats:
+        """How far the level rises, float64 [dims], because the sample communicates on a block of this width."""
+        loads, width = self.problem.loads[:, item], self.problem.widths[index]
+        return np.maximum(loads[:, index] * width - loads[:, 0], 0) / self.problem.num_ranks
+
+    def pour(self, items: Ints) -> bool:
+        """Put small samples, longest first, each whole on the rank that has least to do; shared where none has room."""
+        while len(items):
+            placed = self._pour_whole(items)
+            if placed < len(items) and not self.put(int(items[placed])):
+                return False
+            items = items[placed + 1 :]
+        return True
+
+    def _pour_whole(self, items: Ints) -> int:
+        """How many of the items, in order, found room on the lowest rank."""
+        loads, lengths = self.problem.loads[:, items, 0], self.problem.lengths[items]
+        heap = list(zip(self.height[0].tolist(), range(self.problem.num_ranks), strict=True))
+        heapq.heapify(heap)
+        free = (self.problem.capacity_tokens - self.tokens).tolist()
+        ranks: list[int] = []
+        for length, rise in zip(lengths.tolist(), loads[0].tolist(), strict=True):
+            low, rank = heap[0]
+            if free[rank] < length:
+                break
+            heapq.heapreplace(heap, (low + rise, rank))
+            free[rank] -= length
+            ranks.append(rank)
+        count = len(ranks)
+        self.first[items[:count]] = ranks
+        for row, height in zip(loads[:, :count], self.height, strict=True):
+            height += np.bincount(ranks, weights=row, minlength=self.problem.num_ranks)
+        tokens = np.bincount(ranks, weights=lengths[:count], minlength=self.problem.num_ranks)
+        self.tokens += tokens.astype(np.int64)
+        return count

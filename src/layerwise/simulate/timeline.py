@@ -1,0 +1,210 @@
+"""The timeline of a step: which rank is in which phase of which layer, from when and for how long.
+
+A step is a row of sites, the same for all micro-batches: every layer forward, the LM head, every layer backward, and
+moves of hidden states where layers keep them in different places. At a site a rank runs phases one after another; all
+layers of a kind take equally long. Where ranks meet at every layer (`sync: layer`), a rank waits at the end of a site
+for the slowest one; otherwise only at the end of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from layerwise.cost import MOVE_PASSES, CostModel, LayerTimes
+from layerwise.flops import BACKWARD_ATTENTION, BACKWARD_LINEAR, Floats
+from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
+
+# In the order in which a rank runs them forward; backward undoes a layer from its end.
+PHASES = ("exchange_in", "attention", "exchange_out", "linear", "exposed", "head", "move", "wait")
+_LAYER_PHASES = slice(0, 5)
+_HEAD, _MOVE, _WAIT = (PHASES.index(name) for name in ("head", "move", "wait"))
+_FORWARD_ORDER = tuple(range(len(PHASES)))
+_BACKWARD_ORDER = tuple(PHASES.index(p) for p in ("linear", "exchange_out", "attention", "exchange_in")) + tuple(
+    range(4, len(PHASES))
+)
+# What sites are beside the layer kinds.
+LM_HEAD, MOVES, STEP_END = "lm_head", "moves", "step_end"
+
+
+class Site(NamedTuple):
+    """One pass through one layer, or through something that is none.
+
+    layer: its index; of moves, the layer that they lead to (forward), one more than the last for the way home; -1 for
+    the LM head and the end of the step.
+    """
+
+    layer: int
+    kind: str
+    backward: bool
+
+
+class Events(NamedTuple):
+    """What one rank does, in time order: columns of one length, without phases that take no time.
+
+    microbatch, site (index into Timeline.sites) and phase (index into PHASES): int64. start_s, duration_s: float64.
+    """
+
+    microbatch: Ints
+    site: Ints
+    phase: Ints
+    start_s: Floats
+    duration_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """Every phase of a step. `duration_s`: float64 [microbatches, sites, len(PHASES), ranks]."""
+
+    sites: tuple[Site, ...]
+    duration_s: Floats
+
+    @cached_property
+    def start_s(self) -> Floats:
+        """When each phase begins, float64 of the shape of `duration_s`; ranks are never idle, they wait."""
+        order = self._order[None, :, :, None]
+        in_time = np.take_along_axis(self.duration_s, order, axis=2)
+        flat = in_time.reshape(-1, in_time.shape[-1])
+        start = (np.cumsum(flat, axis=0) - flat).reshape(in_time.shape)
+        result = np.empty_like(start)
+        np.put_along_axis(result, np.broadcast_to(order, start.shape), start, axis=2)
+        return result
+
+    @property
+    def _order(self) -> Ints:
+        """Phases of each site as they follow one another, int64 [sites, len(PHASES)]."""
+        return np.array([_BACKWARD_ORDER if site.backward else _FORWARD_ORDER for site in self.sites])
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the cluster."""
+        return self.duration_s.shape[-1]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return float(self.duration_s.sum(axis=(0, 1, 2)).max())
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Layer kinds in order of first use, then what is no layer."""
+        first_use = dict.fromkeys(site.kind for site in self.sites)
+        extra = [kind for kind in first_use if kind in (LM_HEAD, MOVES, STEP_END)]
+        return (*(kind for kind in first_use if kind not in extra), *extra)
+
+    def phase_s(self, kind: str) -> Floats:
+        """Seconds of each rank in each phase of this kind's sites, float64 [len(PHASES), ranks]."""
+        of_kind = [index for index, site in enumerate(self.sites) if site.kind == kind]
+        return np.asarray(self.duration_s[:, of_kind].sum(axis=(0, 1)))
+
+    def events(self, rank: int) -> Events:
+        """What one rank does."""
+        order = self._order[None]
+        duration, start = (np.take_along_axis(a[..., rank], order, axis=2) for a in (self.duration_s, self.start_s))
+        microbatch, site, position = np.nonzero(duration)
+        return Events(
+            microbatch=microbatch,
+            site=site,
+            phase=self._order[site, position],
+            start_s=start[microbatch, site, position],
+            duration_s=duration[microbatch, site, position],
+        )
+
+
+def build_timeline(plan: StepPlan, cost: CostModel) -> Timeline:
+    """The timeline of a plan under a cost model; it takes as long as `cost.predict` says."""
+    forward = _forward_sites(plan, cost)
+    sites = [*forward, *(site._replace(backward=True) for site in reversed(forward))]
+    duration_s = np.stack([_microbatch_s(microbatch, cost, sites) for microbatch in plan.microbatches])
+    if cost.cluster.sync == "step":
+        sites.append(Site(-1, STEP_END, True))
+        rank_s = duration_s.sum(axis=(0, 1, 2))
+        duration_s = np.pad(duration_s, ((0, 0), (0, 1), (0, 0), (0, 0)))
+        duration_s[-1, -1, _WAIT] = rank_s.max() - rank_s
+    return Timeline(sites=tuple(sites), duration_s=duration_s)
+
+
+def _forward_sites(plan: StepPlan, cost: CostModel) -> list[Site]:
+    """Layers, moves where any micro-batch has one, and the LM head, in the order of forward."""
+    sites = []
+    for layer, kind in enumerate((*cost.model.all_layer_types, LM_HEAD)):
+        if any(moved_between(microbatch, cost, layer) is not None for microbatch in plan.microbatches):
+            sites.append(Site(layer, MOVES, False))
+        sites.append(Site(-1 if kind == LM_HEAD else layer, kind, False))
+    return sites
+
+
+def moved_between(microbatch: MicrobatchPlan, cost: CostModel, layer: int) -> tuple[str, str] | None:
+    """The places between which hidden states move on their way to a layer, or None where they stay.
+
+    layer: its index; one more than the last for the way home.
+    """
+    path = (HOME, *cost.model.all_layer_types, HOME)
+    source, target = (kind if kind in microbatch.shards_by_kind else HOME for kind in path[layer : layer + 2])
+    return None if source == target else (source, target)
+
+
+def _microbatch_s(microbatch: MicrobatchPlan, cost: CostModel, sites: list[Site]) -> Floats:
+    """Seconds of one micro-batch, float64 [sites, len(PHASES), ranks]."""
+    num_ranks = cost.cluster.num_ranks
+    passes = {kind: _layer_passes(times, cost) for kind, times in cost.layer_times(microbatch).items()}
+    head_s: Floats = np.asarray(cost.head_token_s * microbatch.tokens_per_rank(num_ranks))
+    passes[LM_HEAD] = _even_passes(head_s, _HEAD, 1 / (1 + BACKWARD_LINEAR), cost)
+    moves = {
+        (move.source, move.target): _even_passes(cost.move_s(move.sent), _MOVE, 1 / MOVE_PASSES, cost)
+        for move in cost.moves(microbatch)
+    }
+    nothing = np.zeros((2, len(PHASES), num_ranks))
+    rows = []
+    for site in sites:
+        if site.kind == MOVES:
+            places = moved_between(microbatch, cost, site.layer)
+            both = nothing if places is None else moves[places]
+        else:
+            both = passes[site.kind]
+        rows.append(both[int(site.backward)])
+    return np.stack(rows)
+
+
+def _even_passes(total_s: Floats, phase: int, forward_share: float, cost: CostModel) -> Floats:
+    """A site of one phase, alike on all ranks: forward and backward, float64 [2, len(PHASES), ranks]."""
+    passes = np.zeros((2, len(PHASES), len(total_s)))
+    share = np.array([[forward_share], [1 - forward_share]])
+    passes[:, phase] = share * total_s
+    if cost.cluster.sync == "layer":
+        passes[:, _WAIT] = share * (total_s.max() - total_s)
+    return passes
+
+
+def _layer_passes(times: LayerTimes, cost: CostModel) -> Floats:
+    """One layer forward and backward, float64 [2, len(PHASES), ranks]; recomputation belongs to backward."""
+    total = np.stack([times.to_tiles_s, times.attention_s, times.from_tiles_s, times.linear_s, times.exposed_s])
+    exchange = 1 / cost.passes
+    attention, linear = 1 / (cost.forwards + BACKWARD_ATTENTION), 1 / (cost.forwards + BACKWARD_LINEAR)
+    # How much of the exposed traffic is forward depends on what hides it; it is split as exchanges are.
+    forward = np.array([exchange, attention, exchange, linear, exchange])[:, None] * total
+    passes = np.zeros((2, len(PHASES), total.shape[1]))
+    if cost.cluster.sync == "layer":
+        forward, passes[:, _WAIT] = _fit(forward, total)
+    passes[0, _LAYER_PHASES] = forward
+    passes[1, _LAYER_PHASES] = total - forward
+    return passes
+
+
+def _fit(forward: Floats, total: Floats) -> tuple[Floats, Floats]:
+    """Forward seconds [phases, ranks] that fit beside the slowest rank's in both passes, and the waits [2, ranks].
+
+    The cost model lets ranks wait for one another once for forward and backward together. The slowest rank sets how
+    long each pass lasts; a rank whose own share would not fit into one of them does the rest in the other.
+    """
+    forward_s, total_s = forward.sum(axis=0), total.sum(axis=0)
+    slowest = int(total_s.argmax())
+    limit_s, site_s = forward_s[slowest], total_s[slowest]
+    fitted_s = np.clip(forward_s, total_s - (site_s - limit_s), limit_s)
+    less = np.divide(fitted_s, forward_s, out=np.ones_like(total_s), where=fitted_s < forward_s)
+    more = np.divide(fitted_s - forward_s, total_s - forward_s, out=np.zeros_like(total_s), where=fitted_s > forward_s)
+    waits = np.stack([limit_s - fitted_s, site_s - limit_s - (total_s - fitted_s)])
+    return forward * less + (total - forward) * more, np.maximum(waits, 0)

@@ -1,0 +1,126 @@
+"""A decoder as the planner sees it: shapes, and the pattern of layer kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from layerwise.spec.attention import CHUNKED, LINEAR, SLIDING, AttentionSpec, LayerKind
+from layerwise.spec.records import Record, read_settings, record_from
+
+
+class ModelSpec(Record):
+    """A decoder as the planner sees it. `layer_types` may be one period of the pattern; `num_layers` tiles it.
+
+    The `..._by_kind` settings hold exceptions for models whose layer kinds differ. The first `num_dense_layers` of a
+    mixture of experts have a dense MLP of width `intermediate_size`. With `output_gate`, a projection as wide as the
+    attention output multiplies it.
+    """
+
+    name: str = "model"
+    num_layers: int = Field(ge=1)
+    layer_types: tuple[LayerKind, ...] = Field(min_length=1)
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    v_head_dim: int | None = Field(default=None, ge=1)
+    num_heads_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
+    kv_heads_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
+    head_dim_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
+    v_head_dim_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
+    output_gate: bool = False
+    sliding_window: int | None = Field(default=None, ge=1)
+    attention_chunk_size: int | None = Field(default=None, ge=1)
+    intermediate_size: int = Field(default=0, ge=0, description="dense MLP width; 0 where every layer is MoE")
+    num_experts: int = Field(default=0, ge=0)
+    experts_per_token: int = Field(default=0, ge=0)
+    moe_intermediate_size: int = Field(default=0, ge=0)
+    shared_intermediate_size: int = Field(default=0, ge=0)
+    num_dense_layers: int = Field(default=0, ge=0)
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        self._check_layers()
+        self._check_mlps()
+        for kind in self.kinds:
+            self.attention(kind)
+        return self
+
+    def _check_layers(self) -> None:
+        if self.num_layers % len(self.layer_types):
+            raise ValueError(
+                f"num_layers={self.num_layers} is not a multiple of the {len(self.layer_types)} layer_types given; "
+                "list every layer, or one whole period of the pattern"
+            )
+        for kind, key, value in (
+            (SLIDING, "sliding_window", self.sliding_window),
+            (CHUNKED, "attention_chunk_size", self.attention_chunk_size),
+        ):
+            if (kind in self.layer_types) != (value is not None):
+                raise ValueError(
+                    f"{key}={value}, but layer_types {'has' if kind in self.layer_types else 'has no'} {kind}"
+                )
+        for key in ("num_heads_by_kind", "kv_heads_by_kind", "head_dim_by_kind", "v_head_dim_by_kind"):
+            unused = sorted(set(getattr(self, key)) - set(self.layer_types))
+            if unused:
+                raise ValueError(f"{key} names {unused}, which layer_types does not use")
+
+    def _check_mlps(self) -> None:
+        if bool(self.num_experts) != bool(self.experts_per_token and self.moe_intermediate_size):
+            raise ValueError("num_experts, experts_per_token and moe_intermediate_size are set together or not at all")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
+        if self.num_dense_layers and not self.num_experts:
+            raise ValueError("num_dense_layers has no effect without num_experts: all layers are dense")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"num_dense_layers={self.num_dense_layers} leaves no layer of num_layers={self.num_layers} to experts"
+            )
+        if (self.num_experts == 0 or self.num_dense_layers > 0) != bool(self.intermediate_size):
+            raise ValueError(
+                "set intermediate_size (dense MLP) or num_experts (MoE), not both and not neither; "
+                "both only for a MoE model with num_dense_layers"
+            )
+        if self.shared_intermediate_size and not self.num_experts:
+            raise ValueError("shared_intermediate_size has no effect without num_experts")
+
+    @property
+    def all_layer_types(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, in order."""
+        return self.layer_types * (self.num_layers // len(self.layer_types))
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The distinct layer kinds, in order of first use."""
+        return tuple(dict.fromkeys(self.layer_types))
+
+    def num_layers_of(self, kind: str) -> int:
+        """How many layers have this kind."""
+        return self.all_layer_types.count(kind)
+
+    def moe_share(self, kind: str) -> float:
+        """The share of this kind's layers that are a mixture of experts, 0 to 1."""
+        moe_layers = self.all_layer_types[self.num_dense_layers :] if self.num_experts else ()
+        return moe_layers.count(kind) / self.num_layers_of(kind)
+
+    def attention(self, kind: LayerKind) -> AttentionSpec:
+        """The attention of one layer kind."""
+        head_dim = self.head_dim_by_kind.get(kind, self.head_dim)
+        return AttentionSpec(
+            num_heads=self.num_heads_by_kind.get(kind, self.num_heads),
+            num_kv_heads=self.kv_heads_by_kind.get(kind, self.num_kv_heads),
+            head_dim=head_dim,
+            v_head_dim=self.v_head_dim_by_kind.get(kind, self.v_head_dim or head_dim),
+            window=self.sliding_window if kind == SLIDING else None,
+            chunk=self.attention_chunk_size if kind == CHUNKED else None,
+            linear=kind == LINEAR,
+        )
+
+
+def load_model(source: str | Path) -> ModelSpec:
+    """A ModelSpec from a YAML file or a preset name. Raises SpecError."""
+    return record_from(ModelSpec, read_settings(source, "model"), str(source))
