@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from layerwise.plan import MicrobatchPlan, Shard, Tile, shard_table, tile_table
+from layerwise.plan import MicrobatchPlan, Shard, Table, Tile, shard_table, tile_table
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import (
     Block,
@@ -13,6 +13,7 @@ from layerwise.traffic import (
     elements,
     exchange_blocks,
     match,
+    merge_alike,
     merge_spans,
     move_blocks,
     move_tiles,
@@ -150,3 +151,35 @@ def test_overlapping_spans_merge() -> None:
     blocks = merge_spans(np.array([0, 2, 9, 4]), np.array([1, 5, 9, 5]), 16, 8)
     assert blocks == (Block(0, 8),)
     assert all(a.hi <= b.lo for a, b in pairwise(merge_spans(np.array([0, 8]), np.array([7, 15]), 16, 8)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merged_samples_send_what_they_sent_apart(seed: int) -> None:
+    """Bytes between every two ranks, of samples that share heads alike and of samples that do not."""
+    rng = np.random.default_rng(seed)
+    spec = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=3, v_head_dim=5)
+    shards, tiles = [], []
+    for sample in range(12):
+        length = int(rng.integers(1, 40))
+        cuts = np.sort(rng.integers(0, length + 1, 2)).tolist()
+        for rank, (lo, hi) in enumerate(pairwise([0, *cuts, length])):
+            shards += [Shard(sample, rank, lo, hi)] if lo < hi else []
+        if rng.random() < 0.7:
+            tiles += [
+                Tile(sample, int(r), 0, length, 0, h, h + 4) for h, r in zip((0, 4), rng.permutation(2), strict=True)
+            ]
+        else:
+            middle = length // 2
+            tiles += [Tile(sample, 0, 0, middle, 0, 0, 8)] if middle else []
+            tiles += [Tile(sample, 2, middle, length, 0, 0, 8)]
+
+    def between_ranks(shard_rows: Table[Shard], tile_rows: Table[Tile]) -> list[list[int]]:
+        transfers = match(shard_rows, tile_rows)
+        link = transfers.src * 3 + transfers.dst
+        moved = elements(transfers, tile_rows, spec)
+        return [np.bincount(link, weights=column, minlength=9).tolist() for column in moved]
+
+    apart = (shard_table(shards), tile_table(tiles))
+    merged = merge_alike(*apart)
+    assert between_ranks(*merged) == between_ranks(*apart)
+    assert len(merged[1]) < len(apart[1])

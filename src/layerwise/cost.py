@@ -29,7 +29,7 @@ from layerwise.flops import (
 )
 from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
-from layerwise.traffic import elements, exchange_blocks, match, move_blocks, move_tiles
+from layerwise.traffic import elements, exchange_blocks, match, merge_alike, move_blocks, move_tiles
 
 # Two exchanges of an attention site: shards to tiles, tiles to shards.
 EXCHANGES = 2
@@ -384,8 +384,8 @@ class CostModel:
 
     def _sent(self, microbatch: MicrobatchPlan, layer: LayerCost) -> tuple[Sent, Sent]:
         """What the two exchanges of one layer send forward."""
-        tiles = microbatch.tiles[layer.kind]
-        transfers = match(microbatch.shards_at(layer.kind), tiles)
+        shards, tiles = merge_alike(microbatch.shards_at(layer.kind), microbatch.tiles[layer.kind])
+        transfers = match(shards, tiles)
         there, back = (moved * self.bytes_per_element for moved in elements(transfers, tiles, layer.spec))
         return self._merge(transfers.src, transfers.dst, there), self._merge(transfers.dst, transfers.src, back)
 

@@ -43,6 +43,21 @@ def test_the_longest_samples_come_first() -> None:
     assert longest.owner_ranks in ("0-7", "8-15")
 
 
+def test_every_summary_has_bounds() -> None:
+    summary = summarize(wide_plan("repack", LENGTHS), WIDE_CLUSTER, WIDE_MODEL)
+    gaps = {row.name: row for row in summary.gaps}
+    assert list(gaps) == [
+        "tokens",
+        "full_attention, GFLOP",
+        "sliding_attention, GFLOP",
+        "all ranks, MB between nodes",
+        "predicted step, s",
+    ]
+    assert gaps["tokens"].bound == -(-sum(LENGTHS) // 16)
+    assert gaps["predicted step, s"].reached == summary.predicted_s
+    assert gaps["all ranks, MB between nodes"].reached == sum(row.slow_bytes for row in summary.kinds) / 1e6
+
+
 def test_rendered_seconds_are_called_predictions() -> None:
     out = StringIO()
     summary = summarize(wide_plan("repack+parents", LENGTHS), WIDE_CLUSTER, WIDE_MODEL, num_samples=3)
@@ -54,6 +69,7 @@ def test_rendered_seconds_are_called_predictions() -> None:
         "predicted MFU",
         "predicted s",
         "LM head",
+        "lower bound",
         "fallbacks 0",
         "0-15",
     ):

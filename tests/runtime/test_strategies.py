@@ -21,7 +21,7 @@ from tests.reference import Sample, reference_loss
 
 MAIN_STRATEGIES = ("static", "dynamic", "repack", "repack+parents")
 # Tested in fewer worlds, to save time; their plans differ from the others' in tiles and in moves only.
-RIVALS = ("halo", "redistribute")
+RIVALS = ("halo", "redistribute", "joint")
 STRATEGIES = (*MAIN_STRATEGIES, *RIVALS)
 HEADS = ((8, 2), (7, 7), (20, 20), (6, 3), (40, 8), (4, 1))
 BALANCE_COEF = 0.1

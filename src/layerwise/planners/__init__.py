@@ -11,7 +11,7 @@ from layerwise.errors import SpecError
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
 from layerwise.planners.dynamic import group_step, plan_dynamic
 from layerwise.planners.halo import HaloOptions, halo_class, plan_halo
-from layerwise.planners.joint import plan_joint
+from layerwise.planners.joint import JointOptions, plan_joint
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.problem import GroupOptions, StepProblem, check_lengths
 from layerwise.planners.redistribute import plan_redistribute
@@ -48,7 +48,7 @@ STRATEGIES: dict[str, Strategy] = {
         RepackOptions,
         lambda problem, options: plan_repack_parents(problem, group_step(problem, options), options),
     ),
-    "joint": Strategy(GroupOptions, lambda problem, options: (plan_joint(problem, options), {})),
+    "joint": Strategy(JointOptions, plan_joint),
 }
 
 

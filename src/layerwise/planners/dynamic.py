@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from layerwise.plan import Ints, MicrobatchPlan
-from layerwise.planners.estimate import GroupClass
+from layerwise.planners.estimate import GroupClass, exposed_s
 from layerwise.planners.grouping import ClassOf, Grouping, group_samples
 from layerwise.planners.layout import lay_out
 from layerwise.planners.packing import split_parts
@@ -41,12 +41,20 @@ def group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf = 
     best: list[list[Grouping]] = []
     for num_microbatches in range(fewest, len(problem.lengths) + 1):
         for parts in _splits(problem, num_microbatches):
+            if best and sum(level_s(problem, part) for part in parts) >= _estimate_s(best):
+                continue  # not even level groups without communication would be faster
             found = [group_samples(problem, part, partitions(problem, part, ladder), class_of) for part in parts]
             if all(found) and (not best or _estimate_s(found) < _estimate_s(best)):
                 best = found
         if best and (num_microbatches > fewest or fill < TIGHT_FILL):
             break
     return best
+
+
+def level_s(problem: StepProblem, samples: Ints) -> float:
+    """Seconds of a micro-batch that is spread evenly over all ranks and exchanges nothing."""
+    lengths = problem.lengths[samples]
+    return problem.cost.ideal_s(lengths) + exposed_s(problem.cost, lengths)
 
 
 def _estimate_s(groupings: list[list[Grouping]]) -> float:

@@ -22,8 +22,8 @@ ClassOf = Callable[[int], GroupClass]
 
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
 FEW_SAMPLES, MANY_SAMPLES = 64, 2000
-NUM_PACKED, NUM_PACKED_OF_MANY = 6, 3
-NUM_REFINED = 2
+NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
+NUM_REFINED = 1
 # Children are whole samples on few ranks, so a group that is to be repacked must leave a little room.
 CHILD_FILL = 0.995
 
@@ -51,11 +51,11 @@ class Grouping(NamedTuple):
 
 
 def group_samples(
-    problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf
+    problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf, thorough: bool = False
 ) -> list[Grouping]:
     """The samples in those partitions that suit them best, fastest first; [] where they fit into none.
 
-    Only the most promising ones are refined.
+    Only the most promising partitions are packed, all of them if `thorough`, and fewer still refined.
     """
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
@@ -75,7 +75,7 @@ def group_samples(
     ]
     order = np.argsort(_scores(packings, allowed), kind="stable").tolist()
     few = len(samples) <= FEW_SAMPLES
-    limit = len(order) if few else NUM_PACKED if len(samples) <= MANY_SAMPLES else NUM_PACKED_OF_MANY
+    limit = len(order) if few or thorough else NUM_PACKED if len(samples) <= MANY_SAMPLES else NUM_PACKED_OF_MANY
     extra_s = exposed_s(problem.cost, lengths)
     packed: list[Grouping] = []
     for index in order:

@@ -7,26 +7,64 @@ where that is cheaper than exchanging heads: a sample wider than a node is then 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
+from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo
-from layerwise.planners.layout import Placement, halo_tile_rows, shard_rows, tile_rows
+from layerwise.planners.layout import Placement, halo_tile_rows, lay_out, level_shard_rows, tile_rows
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.partitions import widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem
 
+# Above this share over the mean, the fullest rank's tokens are worth spreading a sample over all ranks.
+UNEVEN = 0.003
+# Estimates closer than this do not say which plan is faster: both are predicted.
+DOUBT = 0.05
+
 
 class _Nested(NamedTuple):
+    """Samples placed, their shards levelled, and the estimate of the micro-batch's seconds."""
+
     estimate_s: float
     placement: Placement
+    shards: Ints
+    excess: float
 
 
-def plan_joint(problem: StepProblem, options: GroupOptions) -> tuple[MicrobatchPlan, ...]:
-    """The micro-batches with the least estimated seconds, in as few as fit the budget."""
+class JointOptions(GroupOptions):
+    """fallback: keep the plan of `dynamic` where it is predicted to be faster."""
+
+    fallback: bool = True
+
+
+def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
+    """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are those of `dynamic`."""
+    nested = _nest_step(problem, options)
+    microbatches = tuple(_lay_out(problem, part.placement, part.shards) for part in nested)
+    if not options.fallback:
+        return microbatches, {"fallbacks": 0}
+    rival = group_step(problem, options)
+    estimate_s = sum(part.estimate_s for part in nested)
+    if estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in rival):
+        return microbatches, {"fallbacks": 0}
+    dynamic = tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in rival)
+    if _predicted_s(problem, microbatches) <= _predicted_s(problem, dynamic):
+        return microbatches, {"fallbacks": 0}
+    return dynamic, {"fallbacks": 1}
+
+
+def _predicted_s(problem: StepProblem, microbatches: tuple[MicrobatchPlan, ...]) -> float:
+    return problem.cost.step_s([problem.cost.predict_microbatch(microbatch) for microbatch in microbatches])
+
+
+def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:
+    """Every sample on a block of its own, in as few micro-batches as fit the budget."""
     widths = widths_allowed(problem, options.max_sp_degree)
     problem.check_fits(widths[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
     loads = nested_loads(problem.cost, problem.lengths, widths)
@@ -41,30 +79,44 @@ def plan_joint(problem: StepProblem, options: GroupOptions) -> tuple[MicrobatchP
         found = [_place(problem, samples, loads[:, samples], widths) for samples in parts if len(samples)]
         whole = [nested for nested in found if nested is not None]
         if len(whole) == len(found):
-            return tuple(_lay_out(problem, nested.placement) for nested in whole)
+            return whole
     raise AssertionError("one sample per micro-batch always fits")
 
 
-def _place(problem: StepProblem, samples: Ints, loads: np.ndarray, widths: list[int]) -> _Nested | None:
+def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]) -> _Nested | None:
+    """The better of two placements: as narrow as may be, and, where that is uneven, with one sample over all ranks."""
     cluster = problem.cluster
-    lengths = problem.lengths[samples]
-    found = nest(
-        Nest(
-            samples=samples,
-            lengths=lengths,
-            loads=loads,
-            widths=widths,
-            first_rank=0,
-            num_ranks=cluster.num_ranks,
-            ranks_per_node=cluster.ranks_per_node,
-            capacity_tokens=problem.max_tokens_per_rank,
-        )
+    question = Nest(
+        samples=samples,
+        lengths=problem.lengths[samples],
+        loads=loads,
+        widths=widths,
+        first_rank=0,
+        num_ranks=cluster.num_ranks,
+        ranks_per_node=cluster.ranks_per_node,
+        capacity_tokens=problem.max_tokens_per_rank,
     )
-    return None if found is None else _Nested(found[0] + exposed_s(problem.cost, lengths), found[1])
+    best = _solve(problem, question)
+    if best is not None and best.excess <= UNEVEN:
+        return best
+    spread = _solve(problem, replace(question, spread_largest=True))
+    return min((found for found in (best, spread) if found), key=lambda found: found.estimate_s, default=None)
 
 
-def _lay_out(problem: StepProblem, placement: Placement) -> MicrobatchPlan:
-    shards = shard_rows(placement, problem.lengths)
+def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
+    found = nest(question)
+    if found is None:
+        return None
+    heights, placement = found
+    shards = level_shard_rows(placement, problem.lengths, question.num_ranks)
+    tokens = np.bincount(shards[:, 1], weights=shards[:, 3] - shards[:, 2], minlength=question.num_ranks)
+    # What follows tokens is as level as the shards; the rest is as the placement has it.
+    level_s = question.loads[0, :, 0].sum() / question.lengths.sum() * tokens.max()
+    estimate_s = level_s + float(heights[1:].sum()) + exposed_s(problem.cost, question.lengths)
+    return _Nested(estimate_s, placement, shards, float(tokens.max() / tokens.mean() - 1))
+
+
+def _lay_out(problem: StepProblem, placement: Placement, shards: Ints) -> MicrobatchPlan:
     return MicrobatchPlan(
         shards=shard_table(shards),
         tiles={kind: _tiles(problem, kind, placement, shards) for kind in problem.cost.attention},

@@ -5,7 +5,7 @@ Any length divides over any group (13 over 4 is 4, 3, 3, 3), KV groups are never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,10 +26,15 @@ class Placement:
     degree: Ints
 
 
-def place(parents: Iterable[Parent]) -> Placement:
+def place(parents: Sequence[Parent]) -> Placement:
     """Every sample on all ranks of its group."""
-    rows = [(sample, p.first_rank, p.sp_degree) for p in parents for sample in p.samples]
-    return Placement(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+    counts = [len(parent.samples) for parent in parents]
+    samples = np.fromiter((sample for parent in parents for sample in parent.samples), np.int64, sum(counts))
+    first, degree = (
+        np.repeat(np.array([getattr(parent, name) for parent in parents], dtype=np.int64), counts)
+        for name in ("first_rank", "sp_degree")
+    )
+    return Placement(samples, first, degree)
 
 
 def lay_out(
@@ -45,7 +50,7 @@ def lay_out(
     """
     children, parents = children or {}, sorted(parents, key=lambda p: p.first_rank)
     wide = place(parents)
-    parts = [children.get(parent) or place([parent]) for parent in parents]
+    parts = [place([parent for parent in parents if parent not in children]), *children.values()]
     owners = Placement(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree")))
     return MicrobatchPlan(
         shards=shard_table(shard_rows(owners, lengths)),
@@ -99,6 +104,41 @@ def shard_rows(placement: Placement, lengths: Ints) -> Ints:
         table = np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
         rows.append(table[sizes.reshape(-1) > 0])
     return np.concatenate(rows)
+
+
+def level_shard_rows(placement: Placement, lengths: Ints, num_ranks: int) -> Ints:
+    """Shard rows, int64 [shards, 4]: each sample in contiguous parts that leave the ranks of its block level.
+
+    Narrow samples first, so that the widest, which can reach most ranks, fill what the others left. No rank ends with
+    more tokens than equal parts would give the fullest.
+    """
+    alone = placement.degree == 1
+    own, rank = placement.sample[alone], placement.first[alone]
+    rows = [np.stack([own, rank, lengths[own] * 0, lengths[own]], axis=1)]
+    tokens = np.bincount(rank, weights=lengths[own], minlength=num_ranks).astype(np.int64)
+    for index in np.lexsort([placement.sample, -lengths[placement.sample], placement.degree])[
+        int(alone.sum()) :
+    ].tolist():
+        sample, first, degree = (int(column[index]) for column in vars(placement).values())
+        parts = pour_level(int(lengths[sample]), tokens[first : first + degree])
+        tokens[first : first + degree] += parts
+        hi = np.cumsum(parts)
+        ranks = np.arange(first, first + degree)
+        rows.append(np.stack([np.full(degree, sample), ranks, hi - parts, hi], axis=1)[parts > 0])
+    return np.concatenate(rows)
+
+
+def pour_level(amount: int, heights: Ints) -> Ints:
+    """`amount` in parts, int64 [heights], that raise the lowest heights to one level, as water would, to within 1."""
+    order = np.argsort(heights, kind="stable")
+    low = heights[order]
+    # With the k lowest raised to the next one's height, this much is used.
+    used = np.arange(len(low)) * low - (np.cumsum(low) - low)
+    count = int(np.searchsorted(used, amount, side="right"))
+    level, extra = divmod(amount + int(low[:count].sum()), count)
+    parts = np.zeros_like(heights)
+    parts[order[:count]] = level - low[:count] + (np.arange(count) < extra)
+    return parts
 
 
 class HeadShare(NamedTuple):

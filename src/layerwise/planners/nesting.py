@@ -18,9 +18,11 @@ from layerwise.planners.layout import Placement
 from layerwise.planners.partitions import aligned_blocks
 
 # Seconds above the level, as a share of it, that a narrower block may cost.
-TOLERANCES = (0.003, 0.015, 0.06)
+TOLERANCES = (0.004, 0.03)
+# Of more samples, only the last tolerance is tried.
+MANY_SAMPLES = 2000
 # A sample above this share of the level in any dimension is large: it may take more than one rank.
-ROCK_SHARE = 0.06
+ROCK_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +32,7 @@ class Nest:
     loads: float64 [dims, samples, widths], seconds that a sample adds to each rank of a block.
     widths: sizes of blocks, ascending, the first 1.
     lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
+    spread_largest: put the sample that asks for most on the widest block, whether or not it needs that.
     """
 
     samples: Ints
@@ -40,15 +43,17 @@ class Nest:
     num_ranks: int
     ranks_per_node: int
     capacity_tokens: int
+    spread_largest: bool = False
 
 
-def nest(problem: Nest) -> tuple[float, Placement] | None:
-    """The best of a few tolerances: (sum over dimensions of the fullest rank's seconds, placement), or None."""
-    found = [placed for tolerance in TOLERANCES if (placed := _nest(problem, tolerance)) is not None]
-    return min(found, key=lambda placed: placed[0], default=None)
+def nest(problem: Nest) -> tuple[Floats, Placement] | None:
+    """The best of a few tolerances: (seconds of the fullest rank, float64 [dims], placement), or None."""
+    tolerances = TOLERANCES if len(problem.samples) <= MANY_SAMPLES else TOLERANCES[-1:]
+    found = [placed for tolerance in tolerances if (placed := _nest(problem, tolerance)) is not None]
+    return min(found, key=lambda placed: float(placed[0].sum()), default=None)
 
 
-def _nest(problem: Nest, tolerance: float) -> tuple[float, Placement] | None:
+def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     single = problem.loads[:, :, 0]
     level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
     is_rock = (single > ROCK_SHARE * level[:, None]).any(axis=0)
@@ -58,14 +63,15 @@ def _nest(problem: Nest, tolerance: float) -> tuple[float, Placement] | None:
     base = single[:, ~is_rock].sum(axis=1) / problem.num_ranks
     base[0] = 0.0
     state = _Ranks(problem, level, base, tolerance)
-    for item in order[is_rock[order]].tolist():
-        if not state.put(item):
+    for place, item in enumerate(order[is_rock[order]].tolist()):
+        widest = problem.spread_largest and place == 0
+        if not state.put(item, widths_from=len(problem.widths) - 1 if widest else 0):
             return None
     state.height -= base[:, None]
     if not state.pour(order[~is_rock[order]]):
         return None
     placement = Placement(problem.samples, problem.first_rank + state.first, state.degree)
-    return float(state.height.max(axis=1).sum()), placement
+    return state.height.max(axis=1), placement
 
 
 class _Ranks:
@@ -85,9 +91,9 @@ class _Ranks:
         self.used = (self.height / level[:, None]).sum(axis=0).tolist()
         self.heap = [(share, rank) for rank, share in enumerate(self.used)]
 
-    def put(self, item: int) -> bool:
+    def put(self, item: int, widths_from: int = 0) -> bool:
         """Put a large sample on the narrowest block that stays level, or on the one that rises least above."""
-        choice = self._emptiest_rank(item) or self._best_block(item)
+        choice = (None if widths_from else self._emptiest_rank(item)) or self._best_block(item, widths_from)
         if choice is None:
             return False
         index, lo, hi = choice
@@ -111,10 +117,11 @@ class _Ranks:
         above = self.height[:, rank] + self.problem.loads[:, item, 0] - self.level
         return (0, rank, rank + 1) if np.maximum(above, 0).sum() <= self.allowed_s else None
 
-    def _best_block(self, item: int) -> tuple[int, int, int] | None:
+    def _best_block(self, item: int, widths_from: int) -> tuple[int, int, int] | None:
         best: tuple[float, int, int] | None = None
         length, level = int(self.problem.lengths[item]), self.level[:, None]
-        for index, (first, end) in enumerate(self.blocks):
+        for index in range(widths_from, len(self.blocks)):
+            first, end = self.blocks[index]
             after = np.maximum.reduceat(self.height, first, axis=1) + self.problem.loads[:, item, index, None]
             above_s = np.maximum(after - level, 0).sum(axis=0)
             share = -(-length // (end - first))

@@ -21,9 +21,9 @@ Floats = NDArray[np.float64]
 NORM_DOUBLINGS = 4  # p = 2**4
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
-MIN_GAIN = 1e-4
+MIN_GAIN = 3e-4
 # An item above this share of the mean bin is large.
-ROCK_SHARE = 0.05
+ROCK_SHARE = 0.12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +137,7 @@ class _Bins:
         return True
 
 
-def refine(packing: Packing, bin_of: Ints, max_steps: int = 48) -> Ints:
+def refine(packing: Packing, bin_of: Ints, max_steps: int = 32) -> Ints:
     """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
     start, bin_of = bin_of, bin_of.copy()
     for _ in range(max_steps):
@@ -222,6 +222,8 @@ def split_parts(
     `longest_together` fills part after part with the longest items left; otherwise every part gets its share
     of work. None where the items do not fit this way.
     """
+    if num_parts == 1:
+        return np.zeros(len(tokens), dtype=np.int64) if tokens.sum() <= capacity_tokens else None
     if not longest_together:
         loads = np.stack([tokens / tokens.sum(), work / work.sum()])[:, :, None]
         return pack_longest_first(

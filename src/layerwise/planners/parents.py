@@ -14,23 +14,27 @@ from layerwise.planners.grouping import Grouping, group_samples
 from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import (
-    NUM_OTHERS,
     Planned,
     Repacked,
     RepackOptions,
     count_parents,
     fastest,
     keep_if_faster,
+    num_others,
     repack_microbatch,
     repack_step,
     repacked_class,
+    wants_wide,
 )
 
 
 def plan_repack_parents(problem: StepProblem, step: list[list[Grouping]], options: RepackOptions) -> Planned:
     """As `plan_repack`, after rebalancing parents; `moved` counts samples that `dynamic` put into another group."""
     before = repack_step(problem, step, options)
-    after = [_improve(problem, result, options) if result.num_parents else result for result in before]
+    after = [
+        _improve(problem, result, options) if wants_wide(problem, groupings[0].samples, options) else result
+        for groupings, result in zip(step, before, strict=True)
+    ]
     after = keep_if_faster(problem, after, before)
     moved = sum(_count_moved(a[0].parents(), b.microbatch.parents) for a, b in zip(step, after, strict=True))
     return tuple(result.microbatch for result in after), {**count_parents(after), "moved": moved}
@@ -44,8 +48,8 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
         tile_cluster([parent.sp_degree for parent in parents], problem.cluster),
         *partitions(problem, samples, widths_allowed(problem, options.max_sp_degree)),
     ]
-    found = group_samples(problem, samples, candidates, lambda degree: repacked_class(problem, degree, options))
-    attempts = [repack_microbatch(problem, grouping.parents(), options) for grouping in found[:NUM_OTHERS]]
+    found = group_samples(problem, samples, candidates, lambda degree: repacked_class(problem, degree, options), True)
+    attempts = [repack_microbatch(problem, grouping.parents(), options) for grouping in found[: num_others(problem)]]
     legal = [a for a in attempts if options.fallback or a.num_repacked == a.num_parents]
     return fastest([best, *legal])
 

@@ -13,15 +13,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from layerwise.cost import MicrobatchPrediction
-from layerwise.plan import MicrobatchPlan, Parent
+from layerwise.flops import Floats
+from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.estimate import GroupClass, group_base, group_loads
-from layerwise.planners.grouping import Grouping, may_join
+from layerwise.planners.grouping import MANY_SAMPLES, Grouping, group_samples, may_join
 from layerwise.planners.layout import Placement, lay_out
+from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem
 
 # How many groupings besides that of `dynamic` are repacked and predicted.
-NUM_OTHERS = 2
+NUM_OTHERS = 4
+# A sample that gives each rank of a node less than this share of a rank's mean work needs no wider group.
+WIDE_SHARE = 0.4
 
 
 class RepackOptions(GroupOptions):
@@ -72,7 +76,7 @@ def repack_step(
     """The best grouping of each micro-batch once it is repacked; no slower than `dynamic` where it may fall back."""
     results = []
     for groupings in step:
-        candidates = [groupings[0], *_promising(problem, groupings[1:], options)]
+        candidates = [groupings[0], *_promising(problem, groupings, options)]
         attempts = [repack_microbatch(problem, found.parents(), options, layout) for found in candidates]
         results.append(fastest(attempts))
     if options.fallback:
@@ -82,9 +86,19 @@ def repack_step(
 
 
 def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[Grouping]:
-    """Those groupings with wide groups that the loads after repacking favour."""
+    """Groupings with wide groups, packed as `dynamic` packs them, that the loads after repacking favour."""
+    samples = groupings[0].samples
+    if wants_wide(problem, samples, options):
+        candidates = partitions(problem, samples, widths_allowed(problem, options.max_sp_degree))
+        groupings = group_samples(problem, samples, candidates, GroupClass, thorough=True)
     wide = [found for found in groupings if found.partition.size.max() > narrowest_wide(problem, options)]
-    return sorted(wide, key=lambda found: _repacked_s(problem, found, options))[:NUM_OTHERS]
+    return sorted(wide, key=lambda found: _repacked_s(problem, found, options))[: num_others(problem)]
+
+
+def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> bool:
+    """Whether some sample would give each rank of a group that is not wide a good part of a rank's mean work."""
+    work = problem.work_s[samples]
+    return bool(work.max() / narrowest_wide(problem, options) > WIDE_SHARE * work.sum() / problem.cluster.num_ranks)
 
 
 def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -> float:
@@ -107,6 +121,11 @@ def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -
 def repacked_class(problem: StepProblem, degree: int, options: RepackOptions) -> GroupClass:
     """The loads of a group of `degree` ranks after repacking."""
     return GroupClass(degree, degree > narrowest_wide(problem, options))
+
+
+def num_others(problem: StepProblem) -> int:
+    """How many groupings are worth a prediction, which takes long for many samples."""
+    return NUM_OTHERS if len(problem.lengths) <= MANY_SAMPLES else 1
 
 
 def fastest(results: Sequence[Repacked]) -> Repacked:
@@ -142,19 +161,32 @@ def is_wide(problem: StepProblem, parent: Parent, options: RepackOptions) -> boo
 def repack_microbatch(
     problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions, layout: LayOut = lay_out
 ) -> Repacked:
-    """The best choice of which parents to repack: all that can be, less those that do better without."""
+    """The best choice of which parents to repack: all that can be, those that gain by it, or none."""
     solutions = {p: solve_children(problem, p) for p in parents if is_wide(problem, p, options)}
     children = {parent: placement for parent, placement in solutions.items() if placement is not None}
-    best = _lay_out(problem, parents, children, options, layout)
-    if not options.fallback:
-        return best
-    for parent in list(children) if len(children) > 1 else []:
-        fewer = {p: placement for p, placement in children.items() if p is not parent}
-        attempt = _lay_out(problem, parents, fewer, options, layout)
-        if attempt.beats(best):
-            best, children = attempt, fewer
-    unchanged = _lay_out(problem, parents, {}, options, layout)
-    return best if best.beats(unchanged) else unchanged
+    everywhere = _lay_out(problem, parents, children, options, layout)
+    if not options.fallback or not children:
+        return everywhere
+    nowhere = _lay_out(problem, parents, {}, options, layout)
+    gain = _gainers(problem, nowhere.microbatch, everywhere.microbatch, tuple(children))
+    attempts = [everywhere, nowhere]
+    if 0 < len(gain) < len(children):
+        attempts.insert(0, _lay_out(problem, parents, {p: children[p] for p in gain}, options, layout))
+    return fastest([nowhere, *attempts])
+
+
+def _gainers(
+    problem: StepProblem, wide: MicrobatchPlan, repacked: MicrobatchPlan, parents: tuple[Parent, ...]
+) -> list[Parent]:
+    """The parents whose slowest ranks, kind by kind, take less time once repacked; parents share no rank."""
+    before, after = (_slowest_s(problem, microbatch, parents) for microbatch in (wide, repacked))
+    return [parent for parent, gained in zip(parents, after < before, strict=True) if gained]
+
+
+def _slowest_s(problem: StepProblem, microbatch: MicrobatchPlan, parents: tuple[Parent, ...]) -> Floats:
+    times = problem.cost.layer_times(microbatch)
+    rank_s = np.stack([layer.num_layers * times[layer.kind].total_s for layer in problem.cost.layers])
+    return np.array([rank_s[:, p.first_rank : p.first_rank + p.sp_degree].max(axis=1).sum() for p in parents])
 
 
 def _lay_out(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 200
+MAX_NODE_LINES = 20  # more would hide the bars
 
 
 def draw_timelines(simulations: Sequence[Simulation]) -> Figure:
@@ -55,9 +56,9 @@ def _draw_events(ax: Axes, window: Window) -> None:
     """One collection per label: a bar of its own for each of thousands of events would take minutes."""
     from matplotlib.collections import PolyCollection
 
-    half = 0.43 * window.every
+    middle, half = window.rank + (window.every - 1) / 2, 0.43 * window.every  # a shown rank stands for those after it
     left, right = window.start_ms, window.start_ms + window.duration_ms
-    low, high = window.rank - half, window.rank + half
+    low, high = middle - half, middle + half
     corners = np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)
     for index, colour in enumerate(window.colours):
         ax.add_collection(PolyCollection(corners[window.label == index], facecolors=colour, linewidths=0))
@@ -66,7 +67,8 @@ def _draw_events(ax: Axes, window: Window) -> None:
 def _draw_nodes(ax: Axes, window: Window) -> None:
     num_ranks = len(window.tokens)
     ax.set_ylim(num_ranks - 0.5, -0.5)
-    for first in range(window.ranks_per_node, num_ranks, window.ranks_per_node):
+    firsts = range(window.ranks_per_node, num_ranks, window.ranks_per_node)
+    for first in firsts if len(firsts) < MAX_NODE_LINES else ():
         ax.axhline(first - 0.5, color=INK, linewidth=0.6)
 
 
