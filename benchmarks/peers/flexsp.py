@@ -2,9 +2,10 @@
 
 FlexSP (Wang et al., 2025) buckets lengths by dynamic programming, splits sorted samples into micro-batches of level
 tokens, and for each minimises the seconds of the slowest group under a MILP. Here groups of one width are taken
-together, which makes the MILP small: for a given limit of seconds it asks whether all samples fit (HiGHS), and a
-bisection finds the least limit. Samples are then assigned longest first within their width. A bucket counts with the
-mean of its samples, where FlexSP takes the longest: closer, since groups are taken together.
+together, which makes the MILP small: for a limit of seconds it asks whether all samples fit (HiGHS). Samples are then
+assigned longest first within their width, and the fastest answer of many limits counts: not the least limit, since
+whole samples may not fill groups as the MILP thought. A bucket counts with the mean of its samples, where FlexSP takes
+the longest: closer, since groups are taken together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from layerwise.planners.estimate import GroupClass, group_base, group_loads
 NUM_BUCKETS = 16
 DISTINCT_LENGTHS = 128  # what the bucketing looks at
 MILP_LIMIT_S = 2.0
-PRECISION = 5e-3  # the bisection ends at this relative distance
+# Limits of seconds that are tried, in units of all work spread evenly; the coarse ones where no fine one fits.
+FINE_LIMITS, COARSE_LIMITS = np.geomspace(1.003, 1.5, 24), np.geomspace(1.6, 64.0, 12)
 MORE_MICROBATCHES = 2
 OTHER_WIDTH_S = 1e9  # more than any group takes: the width that the MILP chose comes first
 
@@ -63,19 +65,16 @@ class _Chunk:
         self.base_s = group_base(task.cost, classes).sum(axis=0)
 
     def groups(self) -> Groups | None:
-        """Of all answers on the way to the least limit of seconds, the fastest; None where nothing fits."""
-        high = float(self.base_s[-1] + self.sample_s[:, -1].sum())
-        low = float(self.sample_s[:, 0].sum()) / self.task.num_ranks
+        """The fastest answer among those for many limits of seconds; None where nothing fits."""
+        level_s = float(self.sample_s[:, 0].sum()) / self.task.num_ranks
         found: list[Groups] = []
-        while high - low > PRECISION * low:
-            middle = (low + high) / 2
-            counts = self._fit(middle)
-            groups = None if counts is None else self._assign(*counts)
-            if groups is None:
-                low = middle
-            else:
-                found.append(groups)
-                high = middle
+        for limits in (FINE_LIMITS, COARSE_LIMITS):
+            for limit in limits:
+                counts = self._fit(limit * level_s)
+                groups = None if counts is None else self._assign(*counts)
+                found += [] if groups is None else [groups]
+            if found:
+                break
         return min(found, key=self.task.estimate_s, default=None)
 
     def _fit(self, limit_s: float) -> tuple[Ints, Ints] | None:
@@ -92,7 +91,7 @@ class _Chunk:
         samples = np.hstack([np.zeros((buckets, widths)), np.tile(np.eye(buckets), widths)])
         most = np.concatenate([self.task.num_ranks // self.degrees, np.where(fits.T, self.count, 0).ravel()])
         result = milp(
-            c=ranks,
+            c=-ranks,
             constraints=[
                 LinearConstraint(np.vstack([seconds, tokens]), ub=0),
                 LinearConstraint(ranks, ub=self.task.num_ranks),
@@ -100,7 +99,7 @@ class _Chunk:
             ],
             bounds=Bounds(0, most),
             integrality=np.ones(len(most)),
-            options={"time_limit": MILP_LIMIT_S, "mip_rel_gap": 1.0},
+            options={"time_limit": MILP_LIMIT_S, "mip_rel_gap": 0.05},
         )
         if result.x is None:
             return None

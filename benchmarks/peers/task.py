@@ -11,7 +11,7 @@ import numpy as np
 
 from layerwise.cost import CostModel
 from layerwise.plan import Ints, Parent, StepPlan
-from layerwise.planners.estimate import GroupClass, group_base, group_loads
+from layerwise.planners.estimate import GroupClass, exposed_s, group_base, group_loads
 from layerwise.planners.layout import lay_out
 
 NUM_PREDICTED = 2
@@ -64,7 +64,8 @@ class Task:
         loads, base = group_loads(self.cost, self.lengths, classes), group_base(self.cost, classes)
         column = [degrees.index(group.sp_degree) for group in groups]
         heights = [base[:, c] + loads[:, list(g.samples), c].sum(axis=1) for g, c in zip(groups, column, strict=True)]
-        return float(np.max(heights, axis=0).sum())
+        samples = [sample for group in groups for sample in group.samples]
+        return float(np.max(heights, axis=0).sum()) + exposed_s(self.cost, self.lengths[samples])
 
     def fastest(self, answers: list[list[Groups]], max_tokens_per_rank: int | None = None) -> StepPlan | None:
         """The answer with the least predicted seconds, of the NUM_PREDICTED with the least estimate; None of none."""

@@ -47,14 +47,14 @@ def plot_repacking(before: StepPlan, after: StepPlan) -> Figure:
     One bar per rank, one segment per sample, coloured by how many ranks share the sample: blues stay inside
     a node, oranges cross nodes.
     """
-    fig = _figure(10.0, 6.4)
+    fig = new_figure(10.0, 6.4)
     panels = fig.subplots(2, 1, sharex=True, sharey=True)
     longest = int(np.argmax(before.lengths))
     shown: set[tuple[bool, int]] = set()
     for ax, plan in zip(panels, (before, after), strict=True):
         microbatch = next(m for m in plan.microbatches if longest in m.samples)
         shown |= _draw_shards(ax, plan, microbatch, longest)
-        _style(ax)
+        style_axes(ax)
         _draw_nodes(ax, plan)
         ax.set_ylabel("tokens on the rank")
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -67,7 +67,7 @@ def plot_repacking(before: StepPlan, after: StepPlan) -> Figure:
 
 def plot_link_bytes(runs: Runs) -> Figure:
     """Mean bytes per step on the fast and the slow link, by layer kind and strategy; zeros are labelled."""
-    fig = _figure(10.0, 4.2)
+    fig = new_figure(10.0, 4.2)
     panels = fig.subplots(1, 2, sharey=True)
     for ax, link, title in zip(
         panels,
@@ -76,7 +76,7 @@ def plot_link_bytes(runs: Runs) -> Figure:
         strict=True,
     ):
         _draw_bars(ax, runs, link)
-        _style(ax)
+        style_axes(ax)
         ax.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
         ax.axhline(0, color=MUTED, linewidth=1)
         ax.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
@@ -91,10 +91,10 @@ def plot_link_bytes(runs: Runs) -> Figure:
 def plot_losses(runs: Runs) -> Figure:
     """Loss of every strategy by step and, given several, their absolute difference to the first."""
     several = len(runs) > 1
-    fig = _figure(10.0, 5.4 if several else 3.6)
+    fig = new_figure(10.0, 5.4 if several else 3.6)
     heights = [2, 1] if several else [1]
     panels = fig.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    colours = _colours(runs)
+    colours = colours_of(runs)
     for index, (strategy, rows) in enumerate(runs.items()):
         # Equal curves hide one another, so each later one is thinner and the earlier ones show at its sides.
         width = 1.8 + 3.6 * (len(runs) - 1 - index) / max(len(runs) - 1, 1)
@@ -108,18 +108,18 @@ def plot_losses(runs: Runs) -> Figure:
         _draw_differences(panels[1], runs, colours)
     panels[-1].set_xlabel("step")
     for ax in panels:
-        _style(ax)
+        style_axes(ax)
         _step_axis(ax, runs)
     return fig
 
 
 def plot_balance(runs: Runs) -> Figure:
     """Tokens of the fullest rank over the mean of all ranks, by step and strategy; 1 is perfectly even."""
-    fig = _figure(10.0, 3.6)
+    fig = new_figure(10.0, 3.6)
     ax = fig.subplots()
     ends = {}
     last_step = max((row["step"] for rows in runs.values() for row in rows), default=0)
-    for strategy, colour in _colours(runs).items():
+    for strategy, colour in colours_of(runs).items():
         ratios = balance(runs[strategy])
         steps = column(runs[strategy], "step")
         ax.plot(steps, ratios, color=colour, linewidth=2, **_marker(runs[strategy]))
@@ -132,12 +132,12 @@ def plot_balance(runs: Runs) -> Figure:
     _end_labels(ax, ends, last_step)
     ax.set_ylabel("tokens per rank, max / mean")
     ax.set_xlabel("step")
-    _style(ax)
+    style_axes(ax)
     _step_axis(ax, runs)
     return fig
 
 
-def _figure(width_in: float, height_in: float) -> Figure:
+def new_figure(width_in: float, height_in: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -145,7 +145,7 @@ def _figure(width_in: float, height_in: float) -> Figure:
     return Figure(figsize=(width_in, height_in), dpi=100, layout="constrained", facecolor=PAPER)
 
 
-def _style(ax: Axes) -> None:
+def style_axes(ax: Axes) -> None:
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
     ax.spines["bottom"].set_color(MUTED)
@@ -169,7 +169,7 @@ def _marker(rows: Rows) -> dict[str, Any]:
     return {"marker": "o", "markersize": 4} if len(rows) <= 40 else {}
 
 
-def _colours(runs: Runs) -> dict[str, str]:
+def colours_of(runs: Runs) -> dict[str, str]:
     other = iter(_OTHER_COLOURS * (len(runs) // len(_OTHER_COLOURS) + 1))
     return {strategy: _STRATEGY_COLOURS.get(strategy) or next(other) for strategy in runs}
 
@@ -179,7 +179,7 @@ def _draw_bars(ax: Axes, runs: Runs, link: str) -> None:
     kinds = list(dict.fromkeys(kind for rows in runs.values() for row in rows for kind in row["exchange"]))
     width = 0.8 / max(len(runs), 1)
     separator = "\n" if len(runs) * len(kinds) > 6 else " "  # narrow bars have room for narrow labels only
-    for index, (strategy, colour) in enumerate(_colours(runs).items()):
+    for index, (strategy, colour) in enumerate(colours_of(runs).items()):
         heights = [mean_of(runs[strategy], "exchange", kind, link) for kind in kinds]
         x = np.arange(len(kinds)) + (index - (len(runs) - 1) / 2) * width
         bars = ax.bar(x, heights, width=width * 0.92, color=colour, label=strategy)

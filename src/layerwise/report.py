@@ -96,7 +96,7 @@ def write_report(
     ]
     page = _PAGE.format(
         title=html.escape(title),
-        style=_STYLE,
+        style=PAGE_STYLE,
         headline=html.escape(headline(runs)),
         table=_table(strategy_rows(runs)),
         figures="\n".join(figures),
@@ -222,7 +222,7 @@ _BALANCE_CAPTION = (
     "fullest holds a fifth more than the mean."
 )
 
-_STYLE = """
+PAGE_STYLE = """
 :root { color-scheme: light dark;
   --ink: #1c2733; --muted: #5f6c7b; --line: #e3e8ee; --page: #f6f8fa; --card: #fff; }
 @media (prefers-color-scheme: dark) {

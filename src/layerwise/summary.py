@@ -12,9 +12,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from layerwise.bounds import GapRow, bound_step, gap_rows
 from layerwise.cost import CostModel, StepPrediction
 from layerwise.flops import Floats
-from layerwise.plan import Ints, MicrobatchPlan, Shard, StepPlan, Table, Tile
+from layerwise.plan import Ints, Shard, StepPlan, Table, Tile
+from layerwise.rows import format_bytes
 from layerwise.spec import FULL, ClusterSpec, ModelSpec
 
 
@@ -76,6 +78,7 @@ class PlanSummary:
     groups: tuple[GroupRow, ...]
     loads: tuple[LoadRow, ...]
     kinds: tuple[KindRow, ...]
+    gaps: tuple[GapRow, ...]
     predicted_s: float
     predicted_ideal_s: float
     predicted_mfu: float
@@ -99,6 +102,7 @@ def summarize(plan: StepPlan, cluster: ClusterSpec, model: ModelSpec, *, num_sam
         groups=_group_rows(plan),
         loads=_load_rows(prediction),
         kinds=_kind_rows(prediction, cost),
+        gaps=gap_rows(prediction, bound_step(plan.lengths, cost, plan.max_tokens_per_rank)),
         predicted_s=prediction.seconds,
         predicted_ideal_s=prediction.ideal_s,
         predicted_mfu=prediction.mfu,
@@ -163,20 +167,19 @@ def _kind_rows(prediction: StepPrediction, cost: CostModel) -> tuple[KindRow, ..
 
 def _sample_rows(plan: StepPlan, num_samples: int) -> tuple[SampleRow, ...]:
     longest = np.argsort(-np.array(plan.lengths), kind="stable")[:num_samples].tolist()
-    rows: dict[int, SampleRow] = {}
-    for index, microbatch in enumerate(plan.microbatches):
-        for sample in sorted(set(longest) & set(microbatch.samples.tolist())):
-            rows[sample] = _sample_row(plan, index, microbatch, sample)
-    return tuple(rows[sample] for sample in longest)
+    return tuple(sample_row(plan, sample) for sample in longest)
 
 
-def _sample_row(plan: StepPlan, index: int, microbatch: MicrobatchPlan, sample: int) -> SampleRow:
+def sample_row(plan: StepPlan, sample: int) -> SampleRow:
+    """Where a sample of the plan sits."""
+    index = next(i for i, m in enumerate(plan.microbatches) if len(ranks_of(m.shards, sample)))
+    microbatch = plan.microbatches[index]
     return SampleRow(
         sample=sample,
         num_tokens=plan.lengths[sample],
         microbatch=index,
-        owner_ranks=_span_text(_ranks_of(microbatch.shards, sample)),
-        attention_ranks={kind: _span_text(_ranks_of(tiles, sample)) for kind, tiles in microbatch.tiles.items()},
+        owner_ranks=_span_text(ranks_of(microbatch.shards, sample)),
+        attention_ranks={kind: _span_text(ranks_of(tiles, sample)) for kind, tiles in microbatch.tiles.items()},
     )
 
 
@@ -189,7 +192,8 @@ def _rank_spans(shards: Table[Shard]) -> dict[int, tuple[int, int]]:
     return spans
 
 
-def _ranks_of(table: Table[Shard] | Table[Tile], sample: int) -> Ints:
+def ranks_of(table: Table[Shard] | Table[Tile], sample: int) -> Ints:
+    """The rank of each of the sample's rows, int64 [rows]."""
     return table.column("rank")[table.column("sample") == sample]
 
 
@@ -208,6 +212,7 @@ def render(summary: PlanSummary, console: Console) -> None:
     console.print(_groups_table(summary))
     console.print(_loads_table(summary))
     console.print(_kinds_table(summary))
+    console.print(_gaps_table(summary))
     console.print(
         f"predicted step {summary.predicted_s:.4g} s; balanced ideal without communication "
         f"{summary.predicted_ideal_s:.4g} s ({summary.predicted_s / summary.predicted_ideal_s:.2f}x); "
@@ -251,9 +256,19 @@ def _kinds_table(summary: PlanSummary) -> RichTable:
     columns = ("layers", "number", "calls per layer", "bytes in nodes", "bytes between", "predicted s")
     table = _table("The step by layer kind (calls of the busiest rank, bytes of all ranks)", *columns)
     for row in summary.kinds:
-        numbers = (row.num_layers, row.calls_per_layer, row.fast_bytes, row.slow_bytes)
-        table.add_row(row.kind, *(f"{number:,}" for number in numbers), f"{row.predicted_s:.4g}")
-    table.add_row("LM head", "1", "0", "0", "0", f"{summary.predicted_head_s:.4g}")
+        moved = (format_bytes(row.fast_bytes), format_bytes(row.slow_bytes))
+        numbers = (str(row.num_layers), str(row.calls_per_layer))
+        table.add_row(row.kind, *numbers, *moved, f"{row.predicted_s:.4g}")
+    table.add_row("LM head", "1", "0", "0 B", "0 B", f"{summary.predicted_head_s:.4g}")
+    return table
+
+
+def _gaps_table(summary: PlanSummary) -> RichTable:
+    title = "The step and what no plan gets below (fullest rank, one layer; summed over micro-batches)"
+    table = _table(title, "of the step", "plan", "lower bound", "gap")
+    for row in summary.gaps:
+        gap = "-" if row.gap_pct is None else f"{row.gap_pct:.2f}%"
+        table.add_row(row.name, _number_text(row.reached), _number_text(row.bound), gap)
     return table
 
 

@@ -37,7 +37,6 @@ def strategy_step(step_s: float, *, ideal_s: float = 6.0, mfu: float = 0.5, **no
         step_s=step_s,
         ideal_s=ideal_s,
         mfu=mfu,
-        plan_s=0.01,
         slow_bytes=0,
         parents=notes.get("parents", 0),
         fallbacks=notes.get("fallbacks", 0),

@@ -8,12 +8,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from layerwise import explain as explaining
+from layerwise.cost import CostModel
 from layerwise.data.lengths import read_lengths
+from layerwise.errors import SpecError
 from layerwise.files import check_target, write_whole
 from layerwise.planners import STRATEGIES, plan_step
-from layerwise.spec import load_cluster, load_model, preset_names
+from layerwise.spec import ClusterSpec, load_cluster, load_model, preset_names
 from layerwise.summary import render, summarize
 from layerwise.train.config import parse_setting
+
+# Of a sample that spans n ranks, a layer has n x n pairs of shards and tiles to plan and predict.
+MAX_RANKS = 16384
 
 
 def plan(
@@ -27,13 +33,21 @@ def plan(
         typer.Option("--set", metavar="OPTION=VALUE", help="A strategy option, e.g. sp_degree=8."),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Show where the N longest samples sit.")] = 10,
+    explain: Annotated[
+        list[int] | None,
+        typer.Option(metavar="SAMPLE", help="Say why this sample (0 is the first) sits where it sits; repeatable."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
 ) -> None:
     """Plan one step and print who owns what, and what it is predicted to cost."""
     cluster_spec, model_spec = load_cluster(cluster), load_model(model)
+    _check_size(cluster_spec)
     if json is not None:
         check_target(json, "--json")
     sizes = read_lengths(lengths)
+    chosen = list(dict.fromkeys(explain or []))
+    for sample in chosen:
+        explaining.check_sample(sample, len(sizes))
     step = plan_step(
         sizes,
         cluster=cluster_spec,
@@ -44,6 +58,17 @@ def plan(
     )
     if json is not None:
         write_whole(json, step.to_json(), "--json")
-    render(summarize(step, cluster_spec, model_spec, num_samples=samples), Console())
+    console, cost = Console(), CostModel(cluster=cluster_spec, model=model_spec)
+    render(summarize(step, cluster_spec, model_spec, num_samples=samples), console)
+    for sample in chosen:
+        explaining.render(explaining.explain_sample(step, sample, cost), console)
     if json is not None:
         print(f"plan written to {json}")
+
+
+def _check_size(cluster: ClusterSpec) -> None:
+    if cluster.num_ranks > MAX_RANKS:
+        raise SpecError(
+            f"num_nodes={cluster.num_nodes} x ranks_per_node={cluster.ranks_per_node} = {cluster.num_ranks:,} ranks, "
+            f"but a step is planned for at most {MAX_RANKS:,}; plan a part of the cluster with its share of the samples"
+        )

@@ -12,7 +12,7 @@ from layerwise.evaluate.sensitivity import VariantResult
 from layerwise.evaluate.series import PART_COLOURS, by_axis, gain_series, gap_bars, strategy_colours, token_panels
 from layerwise.evaluate.steps import StepResult
 from layerwise.files import whole_file
-from layerwise.plots import INK, MUTED, _figure, _style
+from layerwise.plots import INK, MUTED, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,12 +23,12 @@ DPI = 200
 
 def require_matplotlib() -> None:
     """Raise UnsupportedError where pictures cannot be drawn."""
-    _figure(1.0, 1.0)
+    new_figure(1.0, 1.0)
 
 
 def draw_gains(steps: Sequence[StepResult]) -> Figure:
     """What each strategy saves in each step; full dots are steps with wide parents."""
-    figure = _figure(10.0, 4.2)
+    figure = new_figure(10.0, 4.2)
     ax = figure.subplots()
     index, wide = np.arange(len(steps)), np.array([step.wide for step in steps])
     for name, series in gain_series(steps).items():
@@ -45,7 +45,7 @@ def draw_gains(steps: Sequence[StepResult]) -> Figure:
 def draw_tokens(steps: Sequence[StepResult]) -> Figure:
     """Tokens per rank before and after, in the step with the highest saving; micro-batches are stacked."""
     panels = token_panels(steps)
-    figure = _figure(10.0, 1.0 + 1.7 * len(panels))
+    figure = new_figure(10.0, 1.0 + 1.7 * len(panels))
     axes = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for ax, panel in zip(axes, panels, strict=True):
         bottom = np.zeros(panel.tokens.shape[1])
@@ -65,7 +65,7 @@ def draw_gaps(steps: Sequence[StepResult]) -> Figure:
     """Mean seconds above the ideal, by layer kind and strategy."""
     bars = gap_bars(steps)
     kinds = list(dict.fromkeys(bar.kind for bar in bars))
-    figure = _figure(10.0, 4.6)
+    figure = new_figure(10.0, 4.6)
     axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for ax, kind in zip(axes, kinds, strict=True):
         for index, bar in enumerate(bar for bar in bars if bar.kind == kind):
@@ -86,7 +86,7 @@ def draw_sensitivity(results: Sequence[VariantResult]) -> Figure:
     """Saving of each strategy along each axis."""
     panels = by_axis(results)
     rows = -(-len(panels) // 2)
-    figure = _figure(10.0, 0.8 + 2.4 * rows)
+    figure = new_figure(10.0, 0.8 + 2.4 * rows)
     axes = figure.subplots(rows, 2, squeeze=False).ravel()
     for ax, (axis, panel) in zip(axes, panels.items(), strict=False):
         for name, series in panel.savings_pct.items():
@@ -101,7 +101,7 @@ def draw_sensitivity(results: Sequence[VariantResult]) -> Figure:
 
 def _finish(figure: Figure, axes: Iterable[Axes], legend: bool = True) -> None:
     for ax in axes:
-        _style(ax)
+        style_axes(ax)
     if legend:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         first = dict(zip(reversed(labels), reversed(handles), strict=True))

@@ -19,7 +19,7 @@ from layerwise.evaluate.sensitivity import (
 from layerwise.evaluate.steps import StepResult
 from layerwise.evaluate.table import COLUMNS, IDEAL, Evaluation, cells, headings
 from layerwise.evaluate.workload import Workload
-from layerwise.report import _STYLE
+from layerwise.report import PAGE_STYLE
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -42,7 +42,7 @@ def build_page(
         figures.append((picture_sensitivity(sensitivity), _SENSITIVITY_CAPTION))
     return _PAGE.format(
         title=html.escape(f"Strategies on the workload {workload.name!r}"),
-        style=_STYLE + _NARROW_STYLE,
+        style=PAGE_STYLE + NARROW_STYLE,
         headline=html.escape(_headline(evaluation)),
         tables="\n".join(_tables(evaluation, sensitivity)),
         figures="\n".join(_figures(figures)),
@@ -94,7 +94,7 @@ _GAPS_CAPTION = (
 )
 _SENSITIVITY_CAPTION = "One setting changed at a time, on the steps with the most attention work."
 
-_NARROW_STYLE = """
+NARROW_STYLE = """
 th, td { padding: .42rem .55rem; }
 th:first-child { text-align: left; }
 .picture { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: .5rem; margin-top: 1.5rem; }

@@ -13,7 +13,8 @@ from layerwise.evaluate.steps import BASELINE, StepResult
 from layerwise.evaluate.table import IDEAL, savings_pct
 from layerwise.flops import Floats
 from layerwise.plan import Ints
-from layerwise.plots import INK, _colours
+from layerwise.plots import INK
+from layerwise.plots import colours_of as run_colours
 from layerwise.rows import kind_label
 
 _LABELS = {HEAD: "LM head", MOVES: "moves between layers"}
@@ -27,7 +28,7 @@ def strategy_colours(steps: Sequence[StepResult]) -> dict[str, str]:
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
     """As `strategy_colours`, for names."""
-    return {**_colours({name: [] for name in names}), IDEAL: INK}
+    return {**run_colours({name: [] for name in names}), IDEAL: INK}
 
 
 def gain_series(steps: Sequence[StepResult]) -> dict[str, Floats]:

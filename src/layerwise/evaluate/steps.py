@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from time import perf_counter
 from typing import Any
 
 from layerwise.cost import CostModel
@@ -27,7 +26,7 @@ BASELINE = "dynamic"
 class StrategyStep:
     """What one strategy makes of one step.
 
-    step_s, ideal_s, mfu: predicted. plan_s: wall-clock seconds of planning here.
+    step_s, ideal_s, mfu: predicted.
     parents, fallbacks: wide parents that could be repacked, and those left wide; 0 where the strategy reports none.
     tokens_per_rank: int64 [num_microbatches, num_ranks]. gaps: by layer kind, and the LM head.
     """
@@ -35,7 +34,6 @@ class StrategyStep:
     step_s: float
     ideal_s: float
     mfu: float
-    plan_s: float
     slow_bytes: int
     parents: int
     fallbacks: int
@@ -100,25 +98,25 @@ def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
 
 def run_step(job: StepJob) -> StepResult:
     """Plan the step with every strategy and predict it. Raises InfeasibleError where a sample fits nowhere."""
-    cost = CostModel(cluster=job.cluster, model=job.model)
-    plans, seconds = {}, {}
-    for name in job.strategies:
-        planner = Planner(
+    planners = {
+        name: Planner(
             strategy=name,
             cluster=job.cluster,
             model=job.model,
             max_tokens_per_rank=job.max_tokens_per_rank,
             options=job.options.get(name, {}),
         )
-        start = perf_counter()
-        plans[name] = planner(job.lengths)
-        seconds[name] = perf_counter() - start
+        for name in job.strategies
+    }
+    problem = planners[BASELINE].pose(job.lengths)
+    plans = {name: planner.plan(problem) for name, planner in planners.items()}
+    cost = problem.cost
     return StepResult(
         num_samples=len(job.lengths),
         num_tokens=int(job.lengths.sum()),
         longest_tokens=int(job.lengths.max()),
         wide=has_wide_parent(plans[BASELINE]),
-        strategies={name: _strategy_step(plan, cost, seconds[name]) for name, plan in plans.items()},
+        strategies={name: _strategy_step(plan, cost) for name, plan in plans.items()},
     )
 
 
@@ -128,13 +126,12 @@ def has_wide_parent(plan: StepPlan) -> bool:
     return any(parent.sp_degree > plan.ranks_per_node for parent in parents)
 
 
-def _strategy_step(plan: StepPlan, cost: CostModel, plan_s: float) -> StrategyStep:
+def _strategy_step(plan: StepPlan, cost: CostModel) -> StrategyStep:
     prediction = cost.predict(plan)
     return StrategyStep(
         step_s=prediction.seconds,
         ideal_s=prediction.ideal_s,
         mfu=prediction.mfu,
-        plan_s=plan_s,
         slow_bytes=sum(kind.slow_bytes for kind in prediction.kinds.values()),
         parents=plan.notes.get("parents", 0),
         fallbacks=plan.notes.get("fallbacks", 0),

@@ -79,11 +79,18 @@ class Planner:
 
     def __call__(self, lengths: Sequence[int] | Ints) -> StepPlan:
         """Plan one step of samples with these lengths in tokens. Raises DataError or InfeasibleError."""
-        problem = StepProblem(
+        return self.plan(self.pose(lengths))
+
+    def pose(self, lengths: Sequence[int] | Ints) -> StepProblem:
+        """The problem of one step; planners that differ in nothing but strategy and options may share it."""
+        return StepProblem(
             lengths=check_lengths(lengths),
             cost=CostModel(cluster=self.cluster, model=self.model),
             max_tokens_per_rank=self.max_tokens_per_rank,
         )
+
+    def plan(self, problem: StepProblem) -> StepPlan:
+        """As calling the planner, for a problem that a planner posed."""
         microbatches, notes = STRATEGIES[self.strategy].plan(problem, self._checked_options())
         plan = StepPlan(
             strategy=self.strategy,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from layerwise.flops import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
 from layerwise.planners.layout import Placement
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.problem import StepProblem
+from layerwise.spec import FULL
 
 
 def child_degrees(num_ranks: int) -> list[int]:
@@ -21,16 +25,30 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
     node_ranks = min(parent.sp_degree, problem.cluster.ranks_per_node)
     samples = np.array(parent.samples, dtype=np.int64)
     lengths, degrees = problem.lengths[samples], child_degrees(node_ranks)
-    found = nest(
-        Nest(
-            samples=samples,
-            lengths=lengths,
-            loads=child_loads(problem.cost, lengths, degrees),
-            widths=degrees,
-            first_rank=parent.first_rank,
-            num_ranks=parent.sp_degree,
-            ranks_per_node=node_ranks,
-            capacity_tokens=problem.max_tokens_per_rank,
-        )
+    question = Nest(
+        samples=samples,
+        lengths=lengths,
+        loads=child_loads(problem.cost, lengths, degrees),
+        widths=degrees,
+        first_rank=parent.first_rank,
+        num_ranks=parent.sp_degree,
+        ranks_per_node=node_ranks,
+        capacity_tokens=problem.max_tokens_per_rank,
     )
-    return None if found is None else found[1]
+    # Ranks with dear sites may hold fewer tokens, where memory leaves the others room for more.
+    questions = (question, replace(question, pour_by_total=True))
+    share = _sparse_share(problem)
+
+    def seconds(height: Floats) -> float:
+        linear, sites = height if len(height) == 2 else (height[0], 0.0)
+        return float((share * linear + sites).max() + (1 - share) * linear.max())
+
+    found = [placed for asked in questions if (placed := nest(asked, seconds)) is not None]
+    return min(found, key=lambda placed: seconds(placed[0]), default=(None, None))[1]
+
+
+def _sparse_share(problem: StepProblem) -> float:
+    """The share of linear work that sparse layers have, which wait for their attention sites too."""
+    token_s = [(layer.kind, layer.num_layers * layer.token_s) for layer in problem.cost.layers]
+    total = problem.cost.head_token_s + sum(seconds for _, seconds in token_s)
+    return sum(seconds for kind, seconds in token_s if kind != FULL) / total

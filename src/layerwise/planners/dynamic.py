@@ -34,6 +34,11 @@ def plan_dynamic(
 
 def group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf = GroupClass) -> list[list[Grouping]]:
     """The best division of the step's samples into micro-batches; of each, the groupings tried, fastest first."""
+    question = ("groups", options.max_sp_degree, class_of)
+    return problem.once(question, lambda: _group_step(problem, options, class_of))
+
+
+def _group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf) -> list[list[Grouping]]:
     ladder = widths_allowed(problem, options.max_sp_degree)
     problem.check_fits(ladder[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
     fewest = problem.fewest_microbatches

@@ -104,15 +104,15 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
 
 
 def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
-    found = nest(question)
+    found = nest(question, lambda height: float(height.max(axis=1).sum()))
     if found is None:
         return None
-    heights, placement = found
+    height, placement = found
     shards = level_shard_rows(placement, problem.lengths, question.num_ranks)
     tokens = np.bincount(shards[:, 1], weights=shards[:, 3] - shards[:, 2], minlength=question.num_ranks)
     # What follows tokens is as level as the shards; the rest is as the placement has it.
     level_s = question.loads[0, :, 0].sum() / question.lengths.sum() * tokens.max()
-    estimate_s = level_s + float(heights[1:].sum()) + exposed_s(problem.cost, question.lengths)
+    estimate_s = level_s + float(height[1:].max(axis=1).sum()) + exposed_s(problem.cost, question.lengths)
     return _Nested(estimate_s, placement, shards, float(tokens.max() / tokens.mean() - 1))
 
 

@@ -7,7 +7,7 @@ both place samples this way, in one parent's nodes or in the whole cluster.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ class Nest:
     loads: float64 [dims, samples, widths], seconds that a sample adds to each rank of a block.
     widths: sizes of blocks, ascending, the first 1.
     lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
+    pour_by_total: small samples level the sum of all dimensions, not the first.
     spread_largest: put the sample that asks for most on the widest block, whether or not it needs that.
     """
 
@@ -43,14 +44,18 @@ class Nest:
     num_ranks: int
     ranks_per_node: int
     capacity_tokens: int
+    pour_by_total: bool = False
     spread_largest: bool = False
 
 
-def nest(problem: Nest) -> tuple[Floats, Placement] | None:
-    """The best of a few tolerances: (seconds of the fullest rank, float64 [dims], placement), or None."""
+def nest(problem: Nest, seconds: Callable[[Floats], float]) -> tuple[Floats, Placement] | None:
+    """The best of a few tolerances, or None: seconds of every rank, float64 [dims, ranks], and the placement.
+
+    `seconds` says what such a table of seconds costs.
+    """
     tolerances = TOLERANCES if len(problem.samples) <= MANY_SAMPLES else TOLERANCES[-1:]
     found = [placed for tolerance in tolerances if (placed := _nest(problem, tolerance)) is not None]
-    return min(found, key=lambda placed: float(placed[0].sum()), default=None)
+    return min(found, key=lambda placed: seconds(placed[0]), default=None)
 
 
 def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
@@ -71,7 +76,7 @@ def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     if not state.pour(order[~is_rock[order]]):
         return None
     placement = Placement(problem.samples, problem.first_rank + state.first, state.degree)
-    return state.height.max(axis=1), placement
+    return state.height, placement
 
 
 class _Ranks:
@@ -157,11 +162,12 @@ class _Ranks:
     def _pour_whole(self, items: Ints) -> int:
         """How many of the items, in order, found room on the lowest rank."""
         loads, lengths = self.problem.loads[:, items, 0], self.problem.lengths[items]
-        heap = list(zip(self.height[0].tolist(), range(self.problem.num_ranks), strict=True))
+        dims = slice(None) if self.problem.pour_by_total else slice(1)
+        heap = list(zip(self.height[dims].sum(axis=0).tolist(), range(self.problem.num_ranks), strict=True))
         heapq.heapify(heap)
         free = (self.problem.capacity_tokens - self.tokens).tolist()
         ranks: list[int] = []
-        for length, rise in zip(lengths.tolist(), loads[0].tolist(), strict=True):
+        for length, rise in zip(lengths.tolist(), loads[dims].sum(axis=0).tolist(), strict=True):
             low, rank = heap[0]
             if free[rank] < length:
                 break

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from pydantic import Field
@@ -13,6 +14,8 @@ from layerwise.cost import CostModel
 from layerwise.errors import DataError, InfeasibleError, SpecError
 from layerwise.plan import Ints
 from layerwise.spec import ClusterSpec, Record
+
+AnswerT = TypeVar("AnswerT")
 
 
 class GroupOptions(Record):
@@ -35,11 +38,21 @@ class GroupOptions(Record):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProblem:
-    """Sample lengths in tokens (int64 [samples]), the cost model, and a rank's tokens per micro-batch."""
+    """Sample lengths in tokens (int64 [samples]), the cost model, and a rank's tokens per micro-batch.
+
+    What several strategies ask of the same step is worked out once and kept in `known`.
+    """
 
     lengths: Ints
     cost: CostModel
     max_tokens_per_rank: int
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, question: Any, answer: Callable[[], AnswerT]) -> AnswerT:
+        """`answer()`, or what it was when the same question about this step was asked before."""
+        if question not in self.known:
+            self.known[question] = answer()
+        return cast(AnswerT, self.known[question])
 
     @property
     def cluster(self) -> ClusterSpec:

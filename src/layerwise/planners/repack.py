@@ -74,6 +74,13 @@ def repack_step(
     problem: StepProblem, step: list[list[Grouping]], options: RepackOptions, layout: LayOut = lay_out
 ) -> list[Repacked]:
     """The best grouping of each micro-batch once it is repacked; no slower than `dynamic` where it may fall back."""
+    question = ("repack", tuple(options.model_dump().items()), layout)
+    return problem.once(question, lambda: _repack_step(problem, step, options, layout))
+
+
+def _repack_step(
+    problem: StepProblem, step: list[list[Grouping]], options: RepackOptions, layout: LayOut
+) -> list[Repacked]:
     results = []
     for groupings in step:
         candidates = [groupings[0], *_promising(problem, groupings, options)]
@@ -90,7 +97,10 @@ def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackO
     samples = groupings[0].samples
     if wants_wide(problem, samples, options):
         candidates = partitions(problem, samples, widths_allowed(problem, options.max_sp_degree))
-        groupings = group_samples(problem, samples, candidates, GroupClass, thorough=True)
+        groupings = problem.once(
+            ("all groups", options.max_sp_degree, samples.tobytes()),
+            lambda: group_samples(problem, samples, candidates, GroupClass, thorough=True),
+        )
     wide = [found for found in groupings if found.partition.size.max() > narrowest_wide(problem, options)]
     return sorted(wide, key=lambda found: _repacked_s(problem, found, options))[: num_others(problem)]
 

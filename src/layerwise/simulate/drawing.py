@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerwise.files import whole_file
-from layerwise.plots import INK, MUTED, _figure, _style
+from layerwise.plots import INK, MUTED, new_figure, style_axes
 from layerwise.simulate.series import Window, merged_labels, timeline_window
 from layerwise.simulate.step import Simulation
 
@@ -25,7 +25,7 @@ def draw_timelines(simulations: Sequence[Simulation]) -> Figure:
     """One row per simulation, on one scale of time: what ranks do in a window, and the tokens they hold."""
     windows = [timeline_window(simulation) for simulation in simulations]
     labels = merged_labels(windows)
-    figure = _figure(11.0, 0.9 + 3.0 * len(windows))
+    figure = new_figure(11.0, 0.9 + 3.0 * len(windows))
     panels = figure.subplots(len(windows), 2, sharex="col", sharey="row", squeeze=False, width_ratios=[5, 1])
     for (time, tokens), window in zip(panels, windows, strict=True):
         _draw_events(time, window)
@@ -33,7 +33,7 @@ def draw_timelines(simulations: Sequence[Simulation]) -> Figure:
         time.set_title(window.title, loc="left", fontsize=10.5, color=INK)
         time.set_ylabel("rank")
         for ax in (time, tokens):
-            _style(ax)
+            style_axes(ax)
             ax.grid(visible=False)
             _draw_nodes(ax, window)
     panels[0, 0].set_xlim(0, max(window.end_ms for window in windows))

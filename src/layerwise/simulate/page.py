@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from layerwise.plots import INK, MUTED, PAPER
-from layerwise.report import _STYLE
+from layerwise.report import PAGE_STYLE
 from layerwise.simulate.series import Window, merged_labels, timeline_window
 from layerwise.simulate.step import Simulation
 from layerwise.simulate.table import columns, headline, kind_cells, memory_line
@@ -29,7 +29,7 @@ def build_page(simulations: Sequence[Simulation]) -> str:
     )
     return _PAGE.format(
         title=html.escape(f"{cost.model.name} on {cost.cluster.name}: one step, simulated"),
-        style=_STYLE,
+        style=PAGE_STYLE,
         tables="\n".join(_table(simulation) for simulation in simulations),
         picture=picture,
         settings=html.escape(yaml.safe_dump(settings, sort_keys=False)),

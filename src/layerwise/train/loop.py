@@ -20,6 +20,7 @@ from layerwise.groups import World
 from layerwise.loss import balance_loss, reduce_gradients, token_loss
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.planners import Planner
+from layerwise.runtime import MOVES
 from layerwise.train.config import TrainConfig
 from layerwise.train.metrics import plan_numbers, sum_over_ranks
 
@@ -90,7 +91,8 @@ def train(config: TrainConfig, corpus: Corpus, world: World, device: torch.devic
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        totals, exchange = sum_over_ranks(step, losses, config.model.kinds, world)
+        kinds = (*config.model.kinds, *((MOVES,) if any(m.shards_by_kind for m in step.plan.microbatches) else ()))
+        totals, exchange = sum_over_ranks(step, losses, kinds, world)
         now = time.perf_counter()
         watcher.step(_row(step, totals, exchange, float(grad_norm), now - started, config))
         started = now

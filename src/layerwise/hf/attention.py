@@ -1,0 +1,148 @@
+"""Attention layers of a Hugging Face model that follow the routes of the current micro-batch.
+
+transformers looks its attention up by name; `apply` registers ours and selects it. The name must not contain "flash",
+at which transformers would build its own boundaries from position_ids. No mask function is registered under it, so no
+mask is built. The routes travel as a keyword argument through the model's layers, so that activation checkpointing
+replays each micro-batch with its own, on whatever thread.
+
+A rank without tokens runs on one padding token, since models reshape by -1, which torch refuses for no tokens; its
+attention is a zero, and no other token sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerwise import runtime
+from layerwise.errors import SpecError, UnsupportedError
+from layerwise.hf.spec import layer_kinds, model_spec
+from layerwise.runtime import Routes
+
+NAME = "layerwise"
+ROUTES = "layerwise_routes"
+
+# Keyword arguments of attention calls that do not change what is computed here.
+_HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict"})
+# Arguments of a model's forward that would be wrong on a part of the tokens, or have no effect.
+_REFUSED_INPUTS = {
+    "attention_mask": "the plan knows where samples begin and end, and nothing is padded; leave it out",
+    "labels": "they would be shifted within the local tokens; use layerwise.hf.loss",
+    "cache": "plans are for training; leave it out",
+    "past_key_values": "plans are for training; leave it out",
+    "logits_to_keep": "local tokens are not the end of a sample; leave it out",
+    "output_attentions": "scores are never kept; leave it out",
+    "use_cache": "plans are for training; leave it out",
+}
+
+
+def apply(model: Any) -> None:
+    """Make the attention layers of a transformers model follow `routes()`; the model is called as before.
+
+    Weights, modules and checkpoints stay as they are, and `model.set_attn_implementation("sdpa")` undoes it.
+    Raises UnsupportedError for model types and options that cannot be trained exactly.
+    """
+    try:
+        from transformers import AttentionInterface, PreTrainedModel
+    except ImportError as error:
+        raise UnsupportedError(
+            f"layerwise.hf needs transformers 5.20 or later of version 5: pip install 'layerwise[hf]' ({error})"
+        ) from error
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"apply() takes a transformers PreTrainedModel, got {type(model).__name__}: call it before wrapping or "
+            "compiling the model"
+        )
+    model_spec(model.config)
+    AttentionInterface.register(NAME, attention_function)
+    model.set_attn_implementation(NAME)
+    if model.config.get_text_config()._attn_implementation != NAME:
+        raise UnsupportedError(f"{type(model).__name__} does not look its attention up by name")
+    if _prepare_inputs not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
+
+
+def attention_function(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The contract of transformers' AttentionInterface: query [1, H, T, D] -> [1, T, H, Dv], and no scores."""
+    routes: Routes = others.pop(ROUTES, None) or runtime.current_routes()
+    others |= {"attention_mask": attention_mask, "dropout": dropout or None}
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
+    if unknown:
+        raise UnsupportedError(f"{type(module).__name__} asks for {unknown}, which layerwise would have to ignore")
+    num_padding = query.shape[2] - len(routes.position_ids) if is_empty(routes) else 0
+    query = _true_temperature(module, query, routes)
+    q, k, v = (x[0, :, num_padding:].transpose(0, 1) for x in (query, key, value))
+    kind = layer_kinds(module.config)[module.layer_idx]
+    out = runtime.attention(q, k, v, kind=kind, window=sliding_window, scale=scaling, sinks=s_aux, routes=routes)
+    return F.pad(out, (0, 0, 0, 0, num_padding, 0))[None], None
+
+
+def is_empty(routes: Routes) -> bool:
+    """Whether this rank holds no token, and runs on a padding token."""
+    return not len(routes.position_ids)
+
+
+def padded_positions(routes: Routes) -> Tensor:
+    """int64 [T], or [1] on a rank without tokens."""
+    return routes.position_ids.new_zeros(1) if is_empty(routes) else routes.position_ids
+
+
+def _true_temperature(module: Any, query: Tensor, routes: Routes) -> Tensor:
+    """Llama 4 scales the queries of layers without RoPE by their position, which it takes to be 0, 1, ... T - 1."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    local = torch.arange(query.shape[2], device=query.device)
+    true, assumed = (
+        torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for positions in (padded_positions(routes), local)
+    )
+    return (query * (true.to(query.dtype) / assumed.to(query.dtype))[:, None]).to(query.dtype)
+
+
+def _prepare_inputs(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    """Check the inputs of a forward pass against the current routes, and hand these to the attention layers."""
+    if model.config.get_text_config()._attn_implementation != NAME:
+        return None
+    inputs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    for name, reason in _REFUSED_INPUTS.items():
+        given = inputs.get(name)
+        if given is not None and (isinstance(given, Tensor) or given):
+            raise UnsupportedError(f"{name} is refused: {reason}")
+    routes = inputs.get(ROUTES) or runtime.current_routes()
+    if len(routes.places) > 1:
+        raise UnsupportedError(
+            f"the plan keeps hidden states of {sorted(routes.places)} on different ranks, and transformers models do "
+            "not move them: use another strategy than redistribute"
+        )
+    _check_tokens(inputs, routes)
+    return (), inputs | {"use_cache": False, "position_ids": padded_positions(routes)[None], ROUTES: routes}
+
+
+def _check_tokens(inputs: dict[str, Any], routes: Routes) -> None:
+    positions = padded_positions(routes)
+    tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    if tokens is None or tuple(tokens.shape[:2]) != (1, len(positions)):
+        shape = None if tokens is None else tuple(tokens.shape)
+        raise SpecError(f"input_ids has shape {shape}, expected [1, local tokens] = (1, {len(positions)})")
+    given = inputs.get("position_ids")
+    # The loader's own tensor is recognised by its address: comparing would wait for the device.
+    if given is not None and given.data_ptr() != positions.data_ptr() and not torch.equal(given.flatten(), positions):
+        raise SpecError("position_ids are not the plan's: pass those of the batch, or leave them out")

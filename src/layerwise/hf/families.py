@@ -1,0 +1,78 @@
+"""Which Hugging Face model types run under layerwise, and why others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerwise.errors import UnsupportedError
+
+# Each of these equals its untouched self, one sample at a time, in tests/hf.
+FAMILIES = frozenset(
+    {
+        "afmoe",
+        "cohere2",
+        "cohere2_moe",
+        "exaone4",
+        "exaone_moe",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+        "llama",
+        "llama4_text",
+        "mimo_v2_flash",
+        "ministral",
+        "olmo3",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+
+# Families whose own forward adds the load-balancing loss where config.output_router_logits is set.
+AUX_LOSS_FAMILIES = frozenset({"gpt_oss", "qwen3_moe"})
+
+_LINEAR = "it has linear-attention, state-space or convolution layers, which do not use the attention registry"
+REFUSED = {
+    "bamba": _LINEAR,
+    "deepseek_v4": "its layers attend to compressed keys, which are not one per token",
+    "falcon_h1": _LINEAR,
+    "gemma2": "its attention scores are soft-capped, which no kernel here does",
+    "granitemoehybrid": _LINEAR,
+    "jamba": _LINEAR,
+    "lfm2": _LINEAR,
+    "minimax": _LINEAR,
+    "nemotron_h": _LINEAR,
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
+    "qwen3_next": _LINEAR,
+}
+
+# RoPE whose angles depend on the longest position of a forward pass, of which a rank sees a part.
+_RUNNING_ROPE = ("dynamic", "longrope")
+
+
+def check_family(config: Any) -> None:
+    """Raise UnsupportedError, with the reason, for a text config whose model would not be trained exactly."""
+    model_type = config.model_type
+    if model_type not in FAMILIES:
+        reason = REFUSED.get(model_type, "it has not been compared with its untouched self")
+        raise UnsupportedError(f"model_type={model_type!r} is refused: {reason}; these work: {sorted(FAMILIES)}")
+    for name, reason in (
+        ("attention_dropout", "dropped scores would differ from rank to rank; set it to 0"),
+        ("attn_logit_softcapping", "no kernel here caps scores; set it to None"),
+        ("use_bidirectional_attention", "plans are for causal attention; set it to False"),
+    ):
+        if getattr(config, name, None):
+            raise UnsupportedError(f"{model_type}: {name}={getattr(config, name)} is refused: {reason}")
+    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
+        if rope in _RUNNING_ROPE:
+            raise UnsupportedError(
+                f"{model_type}: rope_type={rope!r} is refused: its angles depend on the longest position of each "
+                "forward pass, and a rank sees only a part; legal: default, linear, llama3, yarn, proportional"
+            )
+
+
+def _ropes(parameters: dict[str, Any]) -> list[str]:
+    """The RoPE types of a config, which has one, or one per layer kind."""
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [p.get("rope_type", "default") for p in nested or [parameters]]

@@ -1,0 +1,119 @@
+"""A planner's ModelSpec from the config of a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from layerwise.errors import UnsupportedError
+from layerwise.hf.families import check_family
+from layerwise.spec import CHUNKED, FULL, SLIDING, LayerKind, ModelSpec
+
+
+def model_spec(config: Any) -> ModelSpec:
+    """What the planner needs to know of a model, from its (text) config.
+
+    Raises UnsupportedError for model types, options and layer kinds that cannot be trained exactly. Where a model
+    mixes dense and expert layers in another order than dense ones first, only their numbers are right: they matter for
+    predicted seconds and not for what is computed.
+    """
+    text = config.get_text_config()
+    check_family(text)
+    kinds = layer_kinds(text)
+    return ModelSpec(
+        name=text.model_type,
+        num_layers=text.num_hidden_layers,
+        layer_types=kinds,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        output_gate=text.model_type == "afmoe",
+        sliding_window=text.sliding_window if SLIDING in kinds else None,
+        attention_chunk_size=text.attention_chunk_size if CHUNKED in kinds else None,
+        tie_embeddings=text.tie_word_embeddings,
+        **_heads(text, kinds),
+        **_mlps(text),
+    )
+
+
+def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """The kind of every layer of a text config. Raises UnsupportedError for kinds that layerwise does not know."""
+    only = SLIDING if getattr(config, "sliding_window", None) else FULL
+    kinds = getattr(config, "layer_types", None) or [only] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - set(get_args(LayerKind)))
+    if unknown:
+        raise UnsupportedError(f"{config.model_type}: layer kinds {unknown} are refused; legal: {get_args(LayerKind)}")
+    return tuple(kinds)
+
+
+def _heads(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
+    """Head counts and sizes: those of the first layer, and what other kinds have else."""
+    columns: dict[str, tuple[str, Callable[[Any, LayerKind], int]]] = {
+        "num_heads": ("num_heads_by_kind", lambda layer, kind: layer.num_attention_heads),
+        "num_kv_heads": ("kv_heads_by_kind", lambda layer, kind: _num_kv_heads(layer, kind)),
+        "head_dim": ("head_dim_by_kind", lambda layer, kind: _head_dim(layer)),
+        "v_head_dim": (
+            "v_head_dim_by_kind",
+            lambda layer, kind: getattr(layer, "v_head_dim", None) or _head_dim(layer),
+        ),
+    }
+    layers = {kind: _layer_config(config, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    settings: dict[str, Any] = {}
+    for name, (exceptions, read) in columns.items():
+        values = {kind: read(layer, kind) for kind, layer in layers.items()}
+        settings[name] = values[kinds[0]]
+        settings[exceptions] = {kind: value for kind, value in values.items() if value != settings[name]}
+    return settings
+
+
+def _layer_config(config: Any, layer: int) -> Any:
+    """Gemma 4 keeps what differs between layers in a config per layer."""
+    return config.per_layer_config[layer] if config.model_type == "gemma4_text" else config
+
+
+def _num_kv_heads(config: Any, kind: LayerKind) -> int:
+    doubled = config.model_type == "mimo_v2_flash" and kind == SLIDING
+    return int(config.num_key_value_heads) * (2 if doubled else 1)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _mlps(config: Any) -> dict[str, int]:
+    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    if not num_experts:
+        return {"intermediate_size": config.intermediate_size}
+    width = _first(config, "moe_intermediate_size") or config.intermediate_size
+    num_dense = _num_dense_layers(config)
+    dense_width = _first(config, "intermediate_size_mlp", "prefix_dense_intermediate_size") or config.intermediate_size
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": _first(config, "num_experts_per_tok", "top_k_experts"),
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": _shared_width(config, width),
+        "num_dense_layers": num_dense,
+        "intermediate_size": dense_width if num_dense else 0,
+    }
+
+
+def _shared_width(config: Any, width: int) -> int:
+    """Llama 4 and Gemma 4 have a dense MLP beside the experts; others count shared experts of the experts' width."""
+    if config.model_type in ("llama4_text", "gemma4_text"):
+        return int(config.intermediate_size)
+    return _first(config, "num_shared_experts", "n_shared_experts") * width
+
+
+def _num_dense_layers(config: Any) -> int:
+    if getattr(config, "mlp_layer_types", None):
+        return list(config.mlp_layer_types).count("dense")
+    if getattr(config, "moe_layers", None) is not None:
+        return int(config.num_hidden_layers) - len(config.moe_layers)
+    if getattr(config, "decoder_sparse_step", None):
+        layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+        return sum(i in config.mlp_only_layers or (i + 1) % step != 0 for i in layers)
+    return _first(config, "num_dense_layers")
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of these settings that is set, else 0."""
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)

@@ -1,0 +1,245 @@
+"""What `apply` promises beyond equality: refusals, recompute, router losses, and models left as they were."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import layerwise.hf as lwhf
+from layerwise import ModelSpec, PlannedLoader, solo_world
+from layerwise.errors import SpecError, UnsupportedError
+from layerwise.hf.attention import attention_function
+from tests.hf.harness import Samples, applied, assert_equal, make_samples, on_ranks, one_at_a_time, planner_for
+from tests.hf.models import BASE, tiny_model
+
+LENGTHS = (37, 12, 1, 23)
+
+
+def one_rank_batch(model: Any, samples: Samples) -> lwhf.Batch:
+    planner = planner_for("dynamic", 1, model.config, [len(s["input_ids"]) for s in samples])
+    steps = PlannedLoader(dataset=samples, planner=planner, world=solo_world(), steps=[range(len(samples))])
+    (batch,) = lwhf.batches(steps)
+    return batch
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_float32_with_the_default_kernels(name: str) -> None:
+    """Grouped expert kernels, and norms and scores in float32, against the untouched model."""
+    model = tiny_model(name, torch.float32)
+    if name != "gemma3_text":
+        model.set_experts_implementation("grouped_mm")
+    samples = make_samples(LENGTHS)
+    ours, _ = on_ranks(applied(model), samples, planner_for("repack+parents", 4, model.config, LENGTHS), 4)
+    assert_equal(model, ours, one_at_a_time(model, samples), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (3,)], ids=["mixed", "three tokens"])
+def test_router_loss_equals_one_process(name: str, lengths: tuple[int, ...]) -> None:
+    model = copy.deepcopy(tiny_model(name))
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
+    samples = make_samples(lengths)
+    ours, _ = on_ranks(applied(model), samples, planner_for("repack+parents", 4, model.config, lengths), 4)
+    expected = one_at_a_time(model, samples, aux_coef=0.5)
+    # transformers pools router probabilities in float32.
+    assert_equal(model, ours, expected, 1e-6)
+    assert abs(one_at_a_time(model, samples).loss - expected.loss) > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss"])
+def test_gradient_checkpointing_replays_its_own_microbatch(name: str) -> None:
+    """The backward runs outside of `routes()`."""
+    model = applied(tiny_model(name, torch.float32))
+    # Renamed in transformers 5.2x.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.train()
+    lengths = (37, 12, 5, 1, 23, 9)
+    samples = make_samples(lengths)
+    ours, plan = on_ranks(model, samples, planner_for("repack", 4, model.config, lengths, microbatches=2), 4)
+    assert len(plan.microbatches) == 2
+    assert_equal(model, ours, one_at_a_time(tiny_model(name, torch.float32), samples), 2e-5)
+
+
+@pytest.mark.parametrize(("name", "exact"), [("olmo3", True), ("afmoe", False)])
+def test_a_sample_does_not_see_the_others(name: str, exact: bool) -> None:
+    """To the bit without experts, to rounding with them."""
+    model = applied(tiny_model(name))
+    planner = planner_for("repack+parents", 4, model.config, LENGTHS)
+    before, after = make_samples(LENGTHS), make_samples(LENGTHS)
+    after[1]["input_ids"] = (after[1]["input_ids"] + 1) % 61
+    (a, _), (b, _) = (on_ranks(model, samples, planner, 4) for samples in (before, after))
+    for sample, (x, y) in enumerate(zip(a.logits, b.logits, strict=True)):
+        if sample == 1:
+            assert not torch.allclose(x, y)
+        else:
+            torch.testing.assert_close(x, y, rtol=0, atol=0 if exact else 1e-12)
+
+
+def test_packing_with_position_ids_alone_leaks_where_ours_does_not() -> None:
+    """gpt-oss does not hand position_ids to its mask, so its packed forward mixes samples."""
+    model, samples = tiny_model("gpt_oss"), make_samples((12, 9))
+    ids = torch.cat([torch.from_numpy(s["input_ids"]) for s in samples])[None]
+    positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 12:]
+    alone = one_at_a_time(model, samples).logits[1]
+    ours, _ = on_ranks(applied(model), samples, planner_for("dynamic", 1, model.config, (12, 9)), 1)
+    assert (packed - alone).abs().max() > 0.01
+    assert (ours.logits[1] - alone).abs().max() < 1e-9
+
+
+def test_two_models_of_different_heads_share_a_process() -> None:
+    """Each layer's heads are read from its own call."""
+    samples = make_samples(LENGTHS)
+    models = [tiny_model("llama"), tiny_model("mimo_v2_flash")]
+    with_routes = [applied(model) for model in models]
+    for model, ours in (*zip(models, with_routes, strict=True), (models[0], with_routes[0])):
+        result, _ = on_ranks(ours, samples, planner_for("dynamic", 2, model.config, LENGTHS), 2)
+        assert_equal(model, result, one_at_a_time(model, samples), 1e-9)
+
+
+def test_the_checkpoint_is_a_plain_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model("gpt_oss")
+    applied(model).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config._attn_implementation == "eager"
+    assert {k: v.tolist() for k, v in loaded.state_dict().items()} == {
+        k: v.tolist() for k, v in model.state_dict().items()
+    }
+
+
+def test_another_attention_can_be_chosen_again() -> None:
+    model = applied(tiny_model("llama"))
+    model.set_attn_implementation("eager")
+    ids = torch.arange(5)[None]
+    assert torch.equal(model(input_ids=ids).logits, tiny_model("llama")(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 5)}, "attention_mask is refused"),
+        ({"labels": torch.zeros(1, 5, dtype=torch.int64)}, r"use layerwise\.hf\.loss"),
+        ({"use_cache": True}, "use_cache is refused"),
+        ({"logits_to_keep": 1}, "logits_to_keep is refused"),
+        ({"output_attentions": True}, "output_attentions is refused"),
+        ({"position_ids": torch.arange(5)[None] + 1}, "position_ids are not the plan's"),
+        ({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, r"shape \(1, 4\), expected .* \(1, 5\)"),
+        ({"input_ids": torch.zeros(5, 1, dtype=torch.int64)}, r"shape \(5, 1\), expected"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q.* would have to ignore"),
+    ],
+)
+def test_inputs_that_would_be_wrong_raise(changes: dict[str, Any], message: str) -> None:
+    model = applied(tiny_model("llama"))
+    batch = one_rank_batch(model, make_samples((5,)))
+    with batch.routes(), pytest.raises((UnsupportedError, SpecError), match=message):
+        model(**{"input_ids": batch.input_ids} | changes)
+
+
+def test_a_forward_without_routes_raises() -> None:
+    with pytest.raises(SpecError, match="without routes"):
+        applied(tiny_model("llama"))(input_ids=torch.arange(5)[None])
+
+
+@pytest.mark.parametrize("changes", [{"softcap": 30.0}, {"dropout": 0.1}, {"attention_mask": torch.zeros(1)}])
+def test_unknown_arguments_of_an_attention_call_raise(changes: dict[str, Any]) -> None:
+    model = applied(tiny_model("llama"))
+    arguments: dict[str, Any] = {"attention_mask": None} | changes
+    q = torch.zeros(1, 4, 5, 8)
+    with one_rank_batch(model, make_samples((5,))).routes(), pytest.raises(UnsupportedError, match=next(iter(changes))):
+        attention_function(model.model.layers[0].self_attn, q, q[:, :2], q[:, :2], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma2", {}, "soft-capped"),
+        ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}, "do not use the attention registry"),
+        ("mistral", {}, "has not been compared"),
+        ("llama", {"attention_dropout": 0.1}, "set it to 0"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "'dynamic' is refused",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "causal attention"),
+    ],
+)
+def test_families_and_options_that_would_be_wrong_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, **BASE | changes)
+    with pytest.raises(UnsupportedError, match=message):
+        lwhf.model_spec(config)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # peft calls renamed methods of transformers
+@pytest.mark.parametrize("lengths", [LENGTHS, (3,)], ids=["mixed", "three tokens"])
+def test_lora(lengths: tuple[int, ...]) -> None:
+    """Frozen weights, and adapters that start away from zero."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(copy.deepcopy(tiny_model("olmo3")), lora).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    ours, samples = copy.deepcopy(model), make_samples(lengths)
+    lwhf.apply(ours.get_base_model())
+    result, _ = on_ranks(ours, samples, planner_for("dynamic", 4, model.config, lengths), 4)
+    assert_equal(model, result, one_at_a_time(model, samples), 1e-9)
+
+
+def test_only_a_bare_model_is_taken() -> None:
+    with pytest.raises(UnsupportedError, match="before wrapping or compiling"):
+        lwhf.apply(torch.nn.Sequential(tiny_model("llama")))
+
+
+def test_redistribute_is_refused() -> None:
+    model = applied(tiny_model("olmo3"))
+    planner = planner_for("redistribute", 4, model.config, LENGTHS)
+    assert planner(LENGTHS).microbatches[0].shards_by_kind
+    with pytest.raises(UnsupportedError, match="another strategy than redistribute"):
+        on_ranks(model, make_samples(LENGTHS), planner, 4)
+
+
+def test_router_loss_of_families_that_have_none_is_refused() -> None:
+    model = applied(tiny_model("afmoe"))
+    model.config.output_router_logits = True
+    batch = one_rank_batch(model, make_samples((5,)))
+    with batch.routes(), pytest.raises(UnsupportedError, match="no router loss"):
+        lwhf.loss(model, batch)
+
+
+def test_model_spec_of_published_configs() -> None:
+    """Against the models' cards: heads, windows and experts of the default configs."""
+    from transformers import AutoConfig
+
+    specs = {name: lwhf.model_spec(AutoConfig.for_model(name)) for name in ("gpt_oss", "llama4_text", "mimo_v2_flash")}
+    got = {name: _numbers(spec) for name, spec in specs.items()}
+    assert got["gpt_oss"] == (36, 64, 8, 64, 128, None, 128, 4)
+    assert got["llama4_text"] == (48, 40, 8, 128, None, 8192, 16, 1)
+    mimo = specs["mimo_v2_flash"]
+    full, sliding = mimo.attention("full_attention"), mimo.attention("sliding_attention")
+    assert (full.num_kv_heads, sliding.num_kv_heads, full.head_dim, full.v_head_dim) == (4, 8, 192, 128)
+    assert (mimo.num_experts, mimo.experts_per_token, mimo.num_dense_layers) == (256, 8, 1)
+
+
+def _numbers(spec: ModelSpec) -> tuple[int | None, ...]:
+    return (
+        spec.num_layers,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.sliding_window,
+        spec.attention_chunk_size,
+        spec.num_experts,
+        spec.experts_per_token,
+    )
