@@ -11,7 +11,7 @@ export OMP_NUM_THREADS = 1
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,report,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,report,hf,dev]'
 	touch $@
 
 demo: $(STAMP)

@@ -187,7 +187,7 @@ def test_moves_of_hidden_states_are_passes_of_their_own(recompute: bool) -> None
     assert prediction.moves.rank_slow_bytes.tolist() == [2 * half, 0, 2 * half, 0]
     assert prediction.moves.calls.tolist() == [4, 4, 4, 4]
     assert prediction.moves.seconds == pytest.approx(4 * (half / 10 + 2 * 0.25))
-    # The slower of the two, rank 2, has 3 tokens, not the home's 6, and queries of 4 to 6 keys; rank 1 sends it K and V.
+    # The slower of the two, rank 2, has 3 tokens, not the home's 6, and queries of 4 to 6 keys; rank 1 sends K and V.
     layer_s = (3 + recompute) * 3 * LINEAR_FLOPS / 1000 + (3.5 + recompute) * (4 + 5 + 6) * 2 * PAIR_FLOPS / 1000
     layer_s += (2 + recompute) * (3 * (4 + 6) * 2 / 10 + 0.25)
     assert prediction.kinds["full_attention"].seconds == pytest.approx(2 * layer_s)

@@ -10,7 +10,7 @@ from layerwise.flops import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
 from layerwise.planners.layout import Placement
-from layerwise.planners.nesting import Nest, nest
+from layerwise.planners.nesting import FEW_SAMPLES, Nest, nest
 from layerwise.planners.problem import StepProblem
 from layerwise.spec import FULL
 
@@ -36,7 +36,9 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
         capacity_tokens=problem.max_tokens_per_rank,
     )
     # Ranks with dear sites may hold fewer tokens, where memory leaves the others room for more.
-    questions = (question, replace(question, pour_by_total=True))
+    questions = [question, replace(question, pour_by_total=True)]
+    if len(samples) <= FEW_SAMPLES:
+        questions.append(replace(question, loads=question.loads.sum(axis=0, keepdims=True)))
     share = _sparse_share(problem)
 
     def seconds(height: Floats) -> float:

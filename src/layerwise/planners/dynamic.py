@@ -7,12 +7,13 @@ that remain form narrow groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 import numpy as np
 
 from layerwise.plan import Ints, MicrobatchPlan
 from layerwise.planners.estimate import GroupClass, exposed_s
-from layerwise.planners.grouping import ClassOf, Grouping, group_samples
+from layerwise.planners.grouping import FEW_SAMPLES, ClassOf, Grouping, group_samples
 from layerwise.planners.layout import lay_out
 from layerwise.planners.packing import split_parts
 from layerwise.planners.partitions import partitions, widths_allowed
@@ -48,12 +49,25 @@ def _group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf) 
         for parts in _splits(problem, num_microbatches):
             if best and sum(level_s(problem, part) for part in parts) >= _estimate_s(best):
                 continue  # not even level groups without communication would be faster
-            found = [group_samples(problem, part, partitions(problem, part, ladder), class_of) for part in parts]
+            found = [_group_microbatch(problem, part, ladder, class_of) for part in parts]
             if all(found) and (not best or _estimate_s(found) < _estimate_s(best)):
                 best = found
         if best and (num_microbatches > fewest or fill < TIGHT_FILL):
             break
     return best
+
+
+def _group_microbatch(problem: StepProblem, samples: Ints, ladder: list[int], class_of: ClassOf) -> list[Grouping]:
+    """Groupings, fastest first. Estimates take shares as level; a handful of samples is predicted instead."""
+
+    def seconds(found: Grouping) -> float:
+        microbatch = lay_out(problem.lengths, problem.cost.attention, found.parents())
+        return problem.cost.predict_microbatch(microbatch).seconds
+
+    found = group_samples(problem, samples, partitions(problem, samples, ladder), class_of)
+    if not found or len(samples) > FEW_SAMPLES:
+        return found
+    return sorted((grouping._replace(estimate_s=seconds(grouping)) for grouping in found), key=itemgetter(0))
 
 
 def level_s(problem: StepProblem, samples: Ints) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from layerwise.cost import EXCHANGES, CostModel, LayerCost
 from layerwise.flops import Floats
 from layerwise.plan import Ints
+from layerwise.planners.layout import head_shares
 from layerwise.spec import FULL
 
 
@@ -86,9 +87,14 @@ def _site_loads(
         linear[:, column] = cost.head_token_s * lengths / degree
         for layer in cost.layers:
             linear[:, column] += layer.num_layers * layer.token_s * lengths / degree
-            site_s = layer.sample_s(lengths, degree) / degree + exchange_s(cost, layer, lengths, degree)
+            site_s = _share_s(layer, lengths, degree) + exchange_s(cost, layer, lengths, degree)
             (full if layer.kind == FULL else sparse)[:, column] += layer.num_layers * site_s
     return linear, sparse, full
+
+
+def _share_s(layer: LayerCost, lengths: Ints, degree: int) -> Floats:
+    """Seconds of whole samples' attention on the rank with the largest share of the heads."""
+    return layer.attention_s(layer.spec.pairs(lengths * 0, lengths), lengths, head_shares(degree, layer.spec)[0].heads)
 
 
 def _cheaper_exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:

@@ -24,6 +24,8 @@ ClassOf = Callable[[int], GroupClass]
 FEW_SAMPLES, MANY_SAMPLES = 64, 2000
 NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
 NUM_REFINED = 1
+# Where the best is further than this above level work, the scores misled, and all partitions are packed.
+FAR_FROM_LEVEL = 0.05
 # Children are whole samples on few ranks, so a group that is to be repacked must leave a little room.
 CHILD_FILL = 0.995
 
@@ -77,13 +79,16 @@ def group_samples(
     few = len(samples) <= FEW_SAMPLES
     limit = len(order) if few or thorough else NUM_PACKED if len(samples) <= MANY_SAMPLES else NUM_PACKED_OF_MANY
     extra_s = exposed_s(problem.cost, lengths)
+    good_s = (1 + FAR_FROM_LEVEL) * problem.cost.ideal_s(lengths) + extra_s
     packed: list[Grouping] = []
     for index in order:
         bin_of = pack_longest_first(packings[index])
         if bin_of is not None:
             makespan = packings[index].makespan(bin_of) + extra_s
             packed.append(Grouping(makespan, candidates[index], samples, packings[index], bin_of))
-        if len(packed) == limit:
+        if len(packed) >= limit and (
+            limit == NUM_PACKED_OF_MANY or min(found.estimate_s for found in packed) <= good_s
+        ):
             break
     packed.sort(key=lambda found: found.estimate_s)
     num_refined = limit if few else NUM_REFINED

@@ -17,10 +17,12 @@ from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_tabl
 from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo
 from layerwise.planners.layout import Placement, halo_tile_rows, lay_out, level_shard_rows, tile_rows
-from layerwise.planners.nesting import Nest, nest
+from layerwise.planners.nesting import FEW_SAMPLES, Nest, nest
 from layerwise.planners.packing import split_parts
+from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.partitions import widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem
+from layerwise.planners.repack import RepackOptions
 
 # Above this share over the mean, the fullest rank's tokens are worth spreading a sample over all ranks.
 UNEVEN = 0.003
@@ -38,25 +40,31 @@ class _Nested(NamedTuple):
 
 
 class JointOptions(GroupOptions):
-    """fallback: keep the plan of `dynamic` where it is predicted to be faster."""
+    """fallback: keep the plan of another strategy where it is predicted to be faster."""
 
     fallback: bool = True
 
 
 def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
-    """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are those of `dynamic`."""
+    """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are another strategy's."""
     nested = _nest_step(problem, options)
     microbatches = tuple(_lay_out(problem, part.placement, part.shards) for part in nested)
     if not options.fallback:
         return microbatches, {"fallbacks": 0}
-    rival = group_step(problem, options)
-    estimate_s = sum(part.estimate_s for part in nested)
-    if estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in rival):
-        return microbatches, {"fallbacks": 0}
-    dynamic = tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in rival)
-    if _predicted_s(problem, microbatches) <= _predicted_s(problem, dynamic):
-        return microbatches, {"fallbacks": 0}
-    return dynamic, {"fallbacks": 1}
+    rivals = _rivals(problem, options, sum(part.estimate_s for part in nested))
+    best = min([microbatches, *rivals], key=lambda step: _predicted_s(problem, step)) if rivals else microbatches
+    return best, {"fallbacks": int(best is not microbatches)}
+
+
+def _rivals(problem: StepProblem, options: JointOptions, estimate_s: float) -> list[tuple[MicrobatchPlan, ...]]:
+    """Plans of other strategies that may be faster: of `dynamic` if its estimate is close; of all, if that is quick."""
+    step, few = group_step(problem, options), len(problem.lengths) <= FEW_SAMPLES
+    if not few and estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in step):
+        return []
+    rivals = [tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in step)]
+    if few:
+        rivals.append(plan_repack_parents(problem, step, RepackOptions(max_sp_degree=options.max_sp_degree))[0])
+    return rivals
 
 
 def _predicted_s(problem: StepProblem, microbatches: tuple[MicrobatchPlan, ...]) -> float:

@@ -60,7 +60,7 @@ class Packing:
 
 
 def pack_longest_first(packing: Packing) -> Ints | None:
-    """Bin of every item, int64 [items]: longest first, each where it ends lowest. None: one fits nowhere.
+    """Bin of every item, int64 [items]: longest first, each where it ends lowest. None: found no room for one.
 
     Large items weigh every class of bins; small ones, which level whatever the large ones left, take the lowest bin.
     """
@@ -71,10 +71,24 @@ def pack_longest_first(packing: Packing) -> Ints | None:
     if packing.allowed is not None:
         is_rock |= ~packing.allowed.all(axis=1)
     bins = _Bins(packing, heights, base)
-    for item in order[is_rock[order]].tolist():
-        if not bins.put_best(item):
+    rocks = order[is_rock[order]].tolist()
+    if all(bins.put_best(item) for item in rocks) and bins.pour(order[~is_rock[order]]):
+        return bins.bin_of
+    return pack_tightly(packing)
+
+
+def pack_tightly(packing: Packing) -> Ints | None:
+    """Bin of every item, int64 [items], where room is what is short: longest first, each where least is left."""
+    free, bin_of = packing.capacity_tokens.copy(), np.full(len(packing.tokens), -1, dtype=np.int64)
+    for item in np.argsort(-packing.tokens, kind="stable").tolist():
+        has_room = free >= packing.tokens[item]
+        if packing.allowed is not None:
+            has_room &= packing.allowed[item, packing.bin_class]
+        if not has_room.any():
             return None
-    return bins.bin_of if bins.pour(order[~is_rock[order]]) else None
+        bin_of[item] = np.where(has_room, free, np.iinfo(np.int64).max).argmin()
+        free[bin_of[item]] -= packing.tokens[item]
+    return bin_of
 
 
 class _Bins:
