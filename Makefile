@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test check docs-check clean
+.PHONY: demo test test-slow check docs-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,10 @@ demo: $(STAMP)
 	$(BIN)/layerwise compare --config examples/demo.yaml --strategies dynamic,repack+parents --out runs/demo --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff check .

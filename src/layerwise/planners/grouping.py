@@ -21,7 +21,7 @@ from layerwise.planners.problem import StepProblem
 ClassOf = Callable[[int], GroupClass]
 
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
-FEW_SAMPLES, MANY_SAMPLES = 64, 2000
+FEW_SAMPLES, MANY_SAMPLES = 12, 2000
 NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
 NUM_REFINED = 1
 # Where the best is further than this above level work, the scores misled, and all partitions are packed.

@@ -21,7 +21,7 @@ from layerwise.planners.partitions import aligned_blocks
 TOLERANCES = (0.004, 0.03)
 # For a handful of samples, more tolerances are tried, and each sample may be shared; for many, only the last.
 THOROUGH = (0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25)
-FEW_SAMPLES, MANY_SAMPLES = 64, 2000
+FEW_SAMPLES, MANY_SAMPLES = 12, 2000
 # A sample above this share of the level in any dimension is large: it may take more than one rank.
 ROCK_SHARE = 0.25
 
