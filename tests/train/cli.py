@@ -20,6 +20,11 @@ SMALL = [
     *("--set", "cluster.message_latency_s=2e-4"),
 ]
 
+# A shell that starts jobs in the background has them ignore Ctrl-C, and children inherit that.
+_START = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from layerwise.cli import main; main()"
+)
+
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "COLUMNS": "200"}
@@ -27,7 +32,7 @@ def environment() -> dict[str, str]:
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     """Start `layerwise ...`."""
-    command = [sys.executable, "-c", "from layerwise.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", _START, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
