@@ -1,6 +1,6 @@
 """Fit a log-normal body and a Pareto tail to files of sample lengths, and print the constants and the fit error.
 
-    python -m benchmarks.evaluate.fit_lengths ../shared/data/lengths/*.txt*
+    python -m benchmarks.evaluate.fit_lengths LENGTH_FILES
 
 The fit minimises the squared log error of quantiles, counted by samples and by tokens: the first decide how many
 samples a step has, the second how much attention work. Search: the best of a few

@@ -13,7 +13,7 @@ import numpy as np
 
 from layerwise.plan import Ints, MicrobatchPlan
 from layerwise.planners.estimate import GroupClass, exposed_s
-from layerwise.planners.grouping import FEW_SAMPLES, ClassOf, Grouping, group_samples
+from layerwise.planners.grouping import HANDFUL, ClassOf, Grouping, group_samples
 from layerwise.planners.layout import lay_out
 from layerwise.planners.packing import split_parts
 from layerwise.planners.partitions import partitions, widths_allowed
@@ -65,7 +65,7 @@ def _group_microbatch(problem: StepProblem, samples: Ints, ladder: list[int], cl
         return problem.cost.predict_microbatch(microbatch).seconds
 
     found = group_samples(problem, samples, partitions(problem, samples, ladder), class_of)
-    if not found or len(samples) > FEW_SAMPLES:
+    if not found or len(samples) > HANDFUL:
         return found
     return sorted((grouping._replace(estimate_s=seconds(grouping)) for grouping in found), key=itemgetter(0))
 

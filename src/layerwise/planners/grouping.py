@@ -21,9 +21,11 @@ from layerwise.planners.problem import StepProblem
 ClassOf = Callable[[int], GroupClass]
 
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
-FEW_SAMPLES, MANY_SAMPLES = 12, 2000
+FEW_SAMPLES, MANY_SAMPLES = 64, 2000
+# So few samples that every grouping can be predicted.
+HANDFUL = 12
 NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
-NUM_REFINED = 1
+NUM_REFINED, NUM_REFINED_FAR = 1, 3
 # Where the best is further than this above level work, the scores misled, and all partitions are packed.
 FAR_FROM_LEVEL = 0.05
 # Children are whole samples on few ranks, so a group that is to be repacked must leave a little room.
@@ -91,7 +93,8 @@ def group_samples(
         ):
             break
     packed.sort(key=lambda found: found.estimate_s)
-    num_refined = limit if few else NUM_REFINED
+    is_far = bool(packed) and packed[0].estimate_s > good_s
+    num_refined = limit if few else NUM_REFINED_FAR if is_far else NUM_REFINED
     refined = [_refined(found, extra_s) for found in packed[:num_refined]]
     return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
 

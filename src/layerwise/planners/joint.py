@@ -16,8 +16,9 @@ from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
 from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo
+from layerwise.planners.grouping import HANDFUL
 from layerwise.planners.layout import Placement, halo_tile_rows, lay_out, level_shard_rows, tile_rows
-from layerwise.planners.nesting import FEW_SAMPLES, Nest, nest
+from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.partitions import widths_allowed
@@ -58,7 +59,7 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[Micro
 
 def _rivals(problem: StepProblem, options: JointOptions, estimate_s: float) -> list[tuple[MicrobatchPlan, ...]]:
     """Plans of other strategies that may be faster: of `dynamic` if its estimate is close; of all, if that is quick."""
-    step, few = group_step(problem, options), len(problem.lengths) <= FEW_SAMPLES
+    step, few = group_step(problem, options), len(problem.lengths) <= HANDFUL
     if not few and estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in step):
         return []
     rivals = [tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in step)]

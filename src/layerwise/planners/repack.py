@@ -17,7 +17,7 @@ from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.estimate import GroupClass, group_base, group_loads
-from layerwise.planners.grouping import FEW_SAMPLES, MANY_SAMPLES, Grouping, group_samples, may_join
+from layerwise.planners.grouping import HANDFUL, MANY_SAMPLES, Grouping, group_samples, may_join
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem
@@ -108,7 +108,7 @@ def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackO
 def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> bool:
     """Whether some sample would give each rank of a group that is not wide a good part of a rank's mean work."""
     work = problem.work_s[samples]
-    return len(samples) <= FEW_SAMPLES or bool(
+    return len(samples) <= HANDFUL or bool(
         work.max() / narrowest_wide(problem, options) > WIDE_SHARE * work.sum() / problem.cluster.num_ranks
     )
 
@@ -138,7 +138,7 @@ def repacked_class(problem: StepProblem, degree: int, options: RepackOptions) ->
 def num_others(problem: StepProblem) -> int:
     """How many groupings are worth a prediction, which takes long for many samples."""
     count = len(problem.lengths)
-    return 16 * NUM_OTHERS if count <= FEW_SAMPLES else NUM_OTHERS if count <= MANY_SAMPLES else 1
+    return 16 * NUM_OTHERS if count <= HANDFUL else NUM_OTHERS if count <= MANY_SAMPLES else 1
 
 
 def fastest(results: Sequence[Repacked]) -> Repacked:
