@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Folders whose tests take minutes together: `make test` leaves them to `make test-slow`.
-SLOW = ("exact", "hf", "evaluate")
+# Folders and files whose tests take minutes together: `make test` leaves them to `make test-slow`.
+SLOW = ("exact", "hf", "evaluate", "test_bounds.py", "test_calibrate.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
