@@ -1,10 +1,10 @@
+import os
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 
-import layerwise.report as report
 from layerwise.errors import DataError
 from layerwise.report import headline, strategy_rows, write_report
 from tests.runs import metrics_row, plan_of, run
@@ -161,9 +161,9 @@ class TestPage:
         def fail(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(report.os, "replace", fail)
+        monkeypatch.setattr(os, "replace", fail)
         with pytest.raises(KeyboardInterrupt):
-            report._replace(tmp_path / "report.html", "new")
+            write(tmp_path / "report.html")  # with one picture more
         assert (tmp_path / "report.html").read_text() == before
         assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerwise.errors import DataError
+from layerwise.files import write_whole
+from layerwise.pages import html_page
 from layerwise.plan import StepPlan
 from layerwise.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
 from layerwise.rows import Runs, balance, by_degree, column, format_bytes, format_seconds, kind_label, mean_of
@@ -83,7 +83,8 @@ def write_report(
 ) -> None:
     """Write the report; `plans` are one step planned without and with repacking, `config_text` the settings.
 
-    The file is replaced as a whole or not at all. Raises UnsupportedError without matplotlib.
+    The file is replaced as a whole or not at all. Raises UnsupportedError without matplotlib, and
+    SpecError where the file cannot be written.
     """
     by_strategy: Runs = {run.strategy: run.rows for run in runs}
     if len(by_strategy) < len(runs):
@@ -94,15 +95,13 @@ def write_report(
         _figure("loss", plot_losses(by_strategy), _LOSS_CAPTION),
         _figure("balance", plot_balance(by_strategy), _BALANCE_CAPTION),
     ]
-    page = _PAGE.format(
-        title=html.escape(title),
-        style=PAGE_STYLE,
+    body = _BODY.format(
         headline=html.escape(headline(runs)),
         table=_table(strategy_rows(runs)),
         figures="\n".join(figures),
         config=html.escape(config_text),
     )
-    _replace(Path(path), page)
+    write_whole(Path(path), html_page(title, body), "report")
 
 
 def _strategy_row(run: RunRecord, kinds: list[str]) -> dict[str, str]:
@@ -192,19 +191,6 @@ def _svg(name: str, figure: Figure) -> str:
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write beside the file, then swap: a reader sees the old report or the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 _REPACKING_CAPTION = (
     "One step, one bar per rank, one segment per sample: orange samples lie on several nodes, blue ones "
     "inside one, and bars of equal height mean that every rank holds equally many tokens."
@@ -222,44 +208,7 @@ _BALANCE_CAPTION = (
     "fullest holds a fifth more than the mean."
 )
 
-PAGE_STYLE = """
-:root { color-scheme: light dark;
-  --ink: #1c2733; --muted: #5f6c7b; --line: #e3e8ee; --page: #f6f8fa; --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6ebf0; --muted: #9aa7b4; --line: #2d3742; --page: #12181f; --card: #1a222b; }
-}
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .5rem; }
-h2 { font-size: 1.15rem; margin: 2.5rem 0 .75rem; }
-.lead { font-size: 1.15rem; margin: 0 0 1.5rem; max-width: 48rem; }
-.note, figcaption { color: var(--muted); font-size: .9rem; }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .93rem; }
-th, td { padding: .42rem 1rem; text-align: right; white-space: nowrap; }
-th[scope=row] { text-align: left; font-weight: 400; color: var(--muted); }
-tr + tr > * { border-top: 1px solid var(--line); }
-figure { margin: 0 0 1.5rem; }
-figure svg { display: block; box-sizing: border-box; width: 100%; height: auto; padding: 1rem;
-  background: #fff; border: 1px solid var(--line); border-radius: 10px; }
-figcaption { margin-top: .5rem; max-width: 48rem; }
-pre { overflow-x: auto; padding: 1rem; background: var(--card); border: 1px solid var(--line);
-  border-radius: 10px; font-size: .82rem; }
-summary { cursor: pointer; }
-"""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p class="lead">{headline}</p>
+_BODY = """<p class="lead">{headline}</p>
 <div class="scroll">{table}</div>
 <p class="note">
 Times, rates and balance are medians over steps; bytes are means per step, summed over ranks; calls are
@@ -270,8 +219,4 @@ machine.</p>
 {figures}
 <h2>Settings</h2>
 <details open><summary class="note">every option, with defaults filled in</summary>
-<pre>{config}</pre></details>
-</main>
-</body>
-</html>
-"""
+<pre>{config}</pre></details>"""

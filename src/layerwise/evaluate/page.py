@@ -19,7 +19,7 @@ from layerwise.evaluate.sensitivity import (
 from layerwise.evaluate.steps import StepResult
 from layerwise.evaluate.table import COLUMNS, IDEAL, Evaluation, cells, headings
 from layerwise.evaluate.workload import Workload
-from layerwise.report import PAGE_STYLE
+from layerwise.pages import html_page, html_table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -40,14 +40,13 @@ def build_page(
     ]
     if sensitivity:
         figures.append((picture_sensitivity(sensitivity), _SENSITIVITY_CAPTION))
-    return _PAGE.format(
-        title=html.escape(f"Strategies on the workload {workload.name!r}"),
-        style=PAGE_STYLE + NARROW_STYLE,
+    body = _BODY.format(
         headline=html.escape(_headline(evaluation)),
         tables="\n".join(_tables(evaluation, sensitivity)),
         figures="\n".join(_figures(figures)),
         workload=html.escape(yaml.safe_dump(workload.model_dump(), sort_keys=False)),
     )
+    return html_page(f"Strategies on the workload {workload.name!r}", body, _NARROW_STYLE)
 
 
 def _headline(evaluation: Evaluation) -> str:
@@ -66,12 +65,7 @@ def _tables(evaluation: Evaluation, sensitivity: Sequence[VariantResult]) -> Ite
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + f"<th scope='row'>{html.escape(row[0])}</th>" + "".join(f"<td>{html.escape(c)}</td>" for c in row[1:])
-        for row in rows
-    )
-    return f"<h2>{html.escape(title)}</h2><div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
+    return f"<h2>{html.escape(title)}</h2>{html_table(columns, rows)}"
 
 
 def _figures(figures: Sequence[tuple[Figure, str]]) -> Iterator[str]:
@@ -94,32 +88,17 @@ _GAPS_CAPTION = (
 )
 _SENSITIVITY_CAPTION = "One setting changed at a time, on the steps with the most attention work."
 
-NARROW_STYLE = """
+_NARROW_STYLE = """
 th, td { padding: .42rem .55rem; }
 th:first-child { text-align: left; }
 .picture { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: .5rem; margin-top: 1.5rem; }
 """
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p class="lead">{headline}</p>
+_BODY = """<p class="lead">{headline}</p>
 {tables}
 <p class="note">All seconds are predictions of the cost model. Savings are those of the baseline's mean seconds; the
 interval is a paired bootstrap over steps. The ideal spreads every layer's work evenly and needs no communication.</p>
 <h2>Pictures</h2>
 {figures}
 <h2>Workload</h2>
-<pre>{workload}</pre>
-</main>
-</body>
-</html>
-"""
+<pre>{workload}</pre>"""

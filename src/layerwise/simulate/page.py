@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from layerwise.pages import html_page, html_table
 from layerwise.plots import INK, MUTED, PAPER
-from layerwise.report import PAGE_STYLE
 from layerwise.simulate.series import Window, merged_labels, timeline_window
 from layerwise.simulate.step import Simulation
 from layerwise.simulate.table import columns, headline, kind_cells, memory_line
@@ -27,13 +27,13 @@ def build_page(simulations: Sequence[Simulation]) -> str:
     picture = picture_timelines(simulations).to_html(
         full_html=False, include_plotlyjs=True, div_id="timelines", config={"displaylogo": False}
     )
-    return _PAGE.format(
-        title=html.escape(f"{cost.model.name} on {cost.cluster.name}: one step, simulated"),
-        style=PAGE_STYLE,
+    body = _BODY.format(
         tables="\n".join(_table(simulation) for simulation in simulations),
         picture=picture,
         settings=html.escape(yaml.safe_dump(settings, sort_keys=False)),
     )
+    title = f"{cost.model.name} on {cost.cluster.name}: one step, simulated"
+    return html_page(title, body, "th, td { padding: .42rem .7rem; }")
 
 
 def picture_timelines(simulations: Sequence[Simulation]) -> Figure:
@@ -110,30 +110,13 @@ def _styled(figure: Figure, height_px: int) -> Figure:
 
 def _table(simulation: Simulation) -> str:
     names = [name.replace("-\n", "").strip() for name in columns(simulation)]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = ""
-    for kind in simulation.timeline.kinds:
-        name, *cells = kind_cells(simulation, kind)
-        body += f"<tr><th scope='row'>{html.escape(name)}</th>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells)
-        body += "</tr>"
+    table = html_table(names, [kind_cells(simulation, kind) for kind in simulation.timeline.kinds])
     notes = [memory_line(simulation), *([f"Warning: {warning}"] if (warning := simulation.memory_warning) else [])]
     text = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in notes)
-    table = f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
     return f"<h2>{html.escape(headline(simulation))}</h2>{table}{text}"
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}th, td {{ padding: .42rem .7rem; }}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{tables}
+_BODY = """{tables}
 <p class="note">All seconds are predictions of the cost model: means over ranks, but for the highest compute of a rank.
 Bytes are what all ranks send, forward and backward. Tokens, bytes and calls are exact.</p>
 <h2>What ranks do</h2>
@@ -141,8 +124,4 @@ Bytes are what all ranks send, forward and backward. Tokens, bytes and calls are
 <p class="note">Of the micro-batch with the longest sample: the last layers forward, the LM head, and the
 same layers backward; all layers of a kind take equally long. Drag to zoom, click a name to hide it.</p>
 <h2>Settings</h2>
-<pre>{settings}</pre>
-</main>
-</body>
-</html>
-"""
+<pre>{settings}</pre>"""
