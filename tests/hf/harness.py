@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layerwise.hf as lwhf
-from layerwise import ClusterSpec, LocalWorld, PlannedLoader, Planner
+from layerwise import LocalWorld, PlannedLoader
 from layerwise.groups import World
 from layerwise.plan import StepPlan
 from tests.hf.models import VOCAB, InFloat64
+from tests.planners.builders import tiny_wide_planner
 
 MASKED = -100
 STRATEGIES = ("static", "dynamic", "repack+parents", "joint")
@@ -37,22 +38,8 @@ def planner_for(
     strategy: str, num_ranks: int, config: Any, lengths: Sequence[int], microbatches: int = 1
 ) -> Callable[[Sequence[int]], StepPlan]:
     """A planner whose groups are wide although the samples are tiny; the plan is made once for all ranks."""
-    per_node = max(1, num_ranks // 2)
-    cluster = ClusterSpec(
-        num_nodes=num_ranks // per_node,
-        ranks_per_node=per_node,
-        peak_flops_per_s=1e9,
-        attention_efficiency=0.001,
-    )
-    budget = max(-(-int(1.5 * sum(lengths)) // (num_ranks * microbatches)) + 4, -(-max(lengths) // per_node))
-    # The cost model would leave most of these tiny parents wide.
-    options: dict[str, Any] = {"static": {"sp_degree": per_node}, "dynamic": {}}.get(strategy, {"fallback": False})
-    planner = Planner(
-        strategy=strategy,
-        cluster=cluster,
-        model=lwhf.model_spec(config),
-        max_tokens_per_rank=budget,
-        options=options,
+    planner = tiny_wide_planner(
+        strategy, num_ranks, lwhf.model_spec(config), lengths, microbatches=microbatches, spare=4
     )
     plan = planner(list(lengths))
     return lambda sizes: plan

@@ -1,11 +1,12 @@
 """Small clusters, models and lengths that the planning tests share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from layerwise.plan import StepPlan
-from layerwise.planners import plan_step
+from layerwise.planners import Planner, plan_step
 from layerwise.spec import ClusterSpec, ModelSpec
 
 # ranks -> (nodes, ranks per node); 6 and 12 have nodes that are no power of two, or no power of two of nodes.
@@ -64,6 +65,25 @@ def wide_plan(strategy: str, lengths: list[int], budget: int = 2560, **options: 
         max_tokens_per_rank=budget,
         **options,
     )
+
+
+def tiny_wide_planner(
+    strategy: str, num_ranks: int, model: ModelSpec, lengths: Sequence[int], *, microbatches: int = 1, spare: int = 8
+) -> Planner:
+    """A planner with wide groups although the samples are tiny, and room for them in about so many micro-batches.
+
+    Attention is dear beside the links, and parents stay repacked where the cost model would leave them wide.
+    """
+    per_node = max(1, num_ranks // 2)
+    cluster = ClusterSpec(
+        num_nodes=num_ranks // per_node,
+        ranks_per_node=per_node,
+        peak_flops_per_s=1e9,
+        attention_efficiency=0.001,
+    )
+    budget = max(-(-int(1.5 * sum(lengths)) // (num_ranks * microbatches)) + spare, -(-max(lengths) // per_node))
+    options = {"static": {"sp_degree": per_node}, "dynamic": {}}.get(strategy, {"fallback": False})
+    return Planner(strategy=strategy, cluster=cluster, model=model, max_tokens_per_rank=budget, options=options)
 
 
 def long_tailed(seed: int, num_samples: int, cap: int, log_mean: float = 4.0) -> list[int]:

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerwise import ClusterSpec, LocalWorld, ModelSpec, PlannedLoader, Planner, balance_loss, token_loss
+from layerwise import LocalWorld, ModelSpec, PlannedLoader, balance_loss, token_loss
 from layerwise.groups import World
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.plan import StepPlan
+from tests.planners.builders import tiny_wide_planner
 from tests.reference import Sample, reference_loss
 
 MAIN_STRATEGIES = ("static", "dynamic", "repack", "repack+parents")
@@ -58,18 +59,7 @@ def planner_for(
     strategy: str, num_ranks: int, spec: ModelSpec, lengths: Sequence[int], *, microbatches: int = 1
 ) -> Callable[[Sequence[int]], StepPlan]:
     """A planner with room for the lengths in about so many micro-batches; each step is planned once."""
-    per_node = max(1, num_ranks // 2)
-    # Attention is made expensive and the slow link cheap, so that wide parents exist even for tiny samples.
-    cluster = ClusterSpec(
-        num_nodes=num_ranks // per_node,
-        ranks_per_node=per_node,
-        peak_flops_per_s=1e9,
-        attention_efficiency=0.001,
-    )
-    budget = max(-(-int(1.5 * sum(lengths)) // (num_ranks * microbatches)) + 8, -(-max(lengths) // per_node))
-    # The cost model would leave most of these tiny parents wide.
-    options = {"static": {"sp_degree": per_node}, "dynamic": {}}.get(strategy, {"fallback": False})
-    planner = Planner(strategy=strategy, cluster=cluster, model=spec, max_tokens_per_rank=budget, options=options)
+    planner = tiny_wide_planner(strategy, num_ranks, spec, lengths, microbatches=microbatches)
     return cache(lambda sizes: planner(list(sizes)))
 
 

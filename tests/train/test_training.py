@@ -24,6 +24,11 @@ from tests.train.cli import DEMO, SMALL, metrics, run, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
 NUM_STEPS = 20
+ONE_RANK = [
+    *("--set", "cluster.num_nodes=1"),
+    *("--set", "cluster.ranks_per_node=1"),
+    *("--set", "max_tokens_per_rank=2400"),
+]
 EIGHT_RANKS = [*("--set", "cluster.ranks_per_node=4"), *("--set", "max_tokens_per_rank=448")]
 
 
@@ -63,15 +68,7 @@ def test_repacking_learns_what_dynamic_learns(runs: dict, dtype: str, first: flo
 
 def test_many_ranks_learn_what_one_process_learns(runs: dict, tmp_path: Path) -> None:
     """Weights after each step are those of one process: gradients are summed once, over all ranks and micro-batches."""
-    one_rank = [
-        "--set",
-        "cluster.num_nodes=1",
-        "--set",
-        "cluster.ranks_per_node=1",
-        "--set",
-        "max_tokens_per_rank=2400",
-    ]
-    done = run("train", "--config", DEMO, *SMALL, *one_rank, "--set", "dtype=float64", "--steps", 8, "--out", tmp_path)
+    done = run("train", "--config", DEMO, *SMALL, *ONE_RANK, "--set", "dtype=float64", "--steps", 8, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     for a, b in zip(metrics(tmp_path), runs["repack+parents", "float64"], strict=False):
         for key in ("loss", "balance_loss", "grad_norm"):
@@ -333,16 +330,8 @@ def test_compare_checks_everything_before_it_trains(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_that_diverges_is_no_success(tmp_path: Path) -> None:
-    one_rank = [
-        "--set",
-        "cluster.num_nodes=1",
-        "--set",
-        "cluster.ranks_per_node=1",
-        "--set",
-        "max_tokens_per_rank=2400",
-    ]
-    one_rank += ["--set", "optimizer.learning_rate=1e30", "--steps", "3"]
-    done = run("train", "--config", DEMO, *SMALL, *one_rank, "--out", tmp_path)
+    diverging = ["--set", "optimizer.learning_rate=1e30", "--steps", "3"]
+    done = run("train", "--config", DEMO, *SMALL, *ONE_RANK, *diverging, "--out", tmp_path)
     assert done.returncode == 1
     assert "the gradient norm is nan" in done.stderr
     assert "lower optimizer.learning_rate=1e+30" in done.stderr
