@@ -28,6 +28,7 @@ from layerwise.flops import (
     pair_flops,
 )
 from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
+from layerwise.prediction import KindPrediction, LayerTimes, MicrobatchPrediction, PassPrediction, StepPrediction
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
 from layerwise.traffic import elements, exchange_blocks, match, merge_alike, move_blocks, move_tiles
 
@@ -70,111 +71,6 @@ class LayerCost:
     def exposed_s(self, compute_s: Floats, tokens: Floats | Ints) -> Floats:
         """Seconds of parameter and dispatch traffic that compute does not hide."""
         return np.maximum(self.params_s + self.dispatch_s * tokens - self.cluster.overlap * compute_s, 0)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerTimes:
-    """One layer on every rank, forward and backward together: seconds, float64 [num_ranks] each.
-
-    exposed_s is parameter and dispatch traffic that compute does not hide.
-    """
-
-    linear_s: Floats
-    attention_s: Floats
-    to_tiles_s: Floats
-    from_tiles_s: Floats
-    exposed_s: Floats
-
-    @property
-    def compute_s(self) -> Floats:
-        """Linear work and attention."""
-        return self.linear_s + self.attention_s
-
-    @property
-    def exchange_s(self) -> Floats:
-        """Both exchanges of the attention site."""
-        return self.to_tiles_s + self.from_tiles_s
-
-    @property
-    def total_s(self) -> Floats:
-        """All of it."""
-        return self.compute_s + self.exchange_s + self.exposed_s
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PassPrediction:
-    """All exchanges of one sort, forward and backward.
-
-    seconds: what they, and the compute between them, add to the step.
-    rank_fast_bytes, rank_slow_bytes: what each rank sends inside and between nodes, int64 [num_ranks].
-    calls: all-to-all calls of each rank, int64 [num_ranks].
-    """
-
-    seconds: float
-    rank_fast_bytes: Ints
-    rank_slow_bytes: Ints
-    calls: Ints
-
-    @property
-    def fast_bytes(self) -> int:
-        """Bytes inside nodes, summed over ranks."""
-        return int(self.rank_fast_bytes.sum())
-
-    @property
-    def slow_bytes(self) -> int:
-        """Bytes between nodes, summed over ranks."""
-        return int(self.rank_slow_bytes.sum())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KindPrediction(PassPrediction):
-    """All layers of one kind.
-
-    attention_flops: forward FLOPs of each rank's tiles in one layer of the kind, float64 [num_ranks].
-    """
-
-    attention_flops: Floats
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MicrobatchPrediction:
-    """One micro-batch.
-
-    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. tokens: at home, int64 [num_ranks].
-    moves: the passes that only move hidden states between layers; zero for most strategies.
-    """
-
-    seconds: float
-    rank_s: Floats
-    head_s: float
-    tokens: Ints
-    kinds: dict[str, KindPrediction]
-    moves: PassPrediction
-
-    @property
-    def slow_bytes(self) -> int:
-        """Bytes between nodes, all kinds, moves and ranks."""
-        return self.moves.slow_bytes + sum(kind.slow_bytes for kind in self.kinds.values())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepPrediction:
-    """A whole step; `kinds` and `moves` sum over micro-batches.
-
-    seconds: of the step.
-    ideal_s: the same kernels with every layer's work spread evenly and no communication.
-    mfu: model FLOPs over ranks x peak x seconds.
-    tokens_per_rank: int64 [num_microbatches, num_ranks].
-    """
-
-    seconds: float
-    ideal_s: float
-    mfu: float
-    head_s: float
-    tokens_per_rank: Ints
-    kinds: dict[str, KindPrediction]
-    moves: PassPrediction
-    microbatches: tuple[MicrobatchPrediction, ...]
 
 
 class Sent(NamedTuple):
@@ -325,6 +221,7 @@ class CostModel:
                 for layer, w, seconds in zip(self.layers, work, kind_s, strict=True)
             },
             moves=self._moves_prediction(microbatch, moves, float(moves_s.sum())),
+            times={layer.kind: w.times for layer, w in zip(self.layers, work, strict=True)},
         )
 
     def layer_times(self, microbatch: MicrobatchPlan) -> dict[str, LayerTimes]:

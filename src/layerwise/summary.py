@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from layerwise.bounds import GapRow, bound_step, gap_rows
-from layerwise.cost import CostModel, StepPrediction
+from layerwise.cost import CostModel
 from layerwise.flops import Floats
 from layerwise.plan import Ints, Shard, StepPlan, Table, Tile
+from layerwise.prediction import StepPrediction
 from layerwise.rows import format_bytes
 from layerwise.spec import FULL, ClusterSpec, ModelSpec
 

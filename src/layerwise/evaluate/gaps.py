@@ -7,9 +7,10 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from layerwise.cost import CostModel, LayerCost, LayerTimes, StepPrediction
+from layerwise.cost import CostModel, LayerCost
 from layerwise.flops import Floats
 from layerwise.plan import Ints, StepPlan
+from layerwise.prediction import LayerTimes, StepPrediction
 
 HEAD, MOVES = "lm_head", "moves"
 
@@ -47,8 +48,8 @@ def split_gap(plan: StepPlan, prediction: StepPrediction, cost: CostModel) -> di
     lengths = np.array(plan.lengths, dtype=np.int64)
     spent: dict[str, Floats] = {layer.kind: np.zeros(3) for layer in cost.layers}
     slowest = int(np.sum([part.rank_s for part in prediction.microbatches], axis=0).argmax())
-    for microbatch in plan.microbatches:
-        for kind, times in cost.layer_times(microbatch).items():
+    for part in prediction.microbatches:
+        for kind, times in part.times.items():
             rank = int(times.total_s.argmax()) if cost.cluster.sync == "layer" else slowest
             spent[kind] += _parts(times, rank)
     gaps: dict[str, Gap] = {

@@ -10,8 +10,8 @@ from layerwise.flops import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
 from layerwise.planners.layout import Placement
-from layerwise.planners.nesting import FEW_SAMPLES, Nest, nest
-from layerwise.planners.problem import StepProblem
+from layerwise.planners.nesting import Nest, nest
+from layerwise.planners.problem import HANDFUL, StepProblem
 from layerwise.spec import FULL
 
 
@@ -37,7 +37,7 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
     )
     # Ranks with dear sites may hold fewer tokens, where memory leaves the others room for more.
     questions = [question, replace(question, pour_by_total=True)]
-    if len(samples) <= FEW_SAMPLES:
+    if len(samples) <= HANDFUL:
         questions.append(replace(question, loads=question.loads.sum(axis=0, keepdims=True)))
     share = _sparse_share(problem)
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from layerwise.plan import Ints, MicrobatchPlan
 from layerwise.planners.estimate import GroupClass, exposed_s
-from layerwise.planners.grouping import HANDFUL, ClassOf, Grouping, group_samples
+from layerwise.planners.grouping import ClassOf, Grouping, group_samples
 from layerwise.planners.layout import lay_out
 from layerwise.planners.packing import split_parts
 from layerwise.planners.partitions import partitions, widths_allowed
-from layerwise.planners.problem import GroupOptions, StepProblem
+from layerwise.planners.problem import HANDFUL, GroupOptions, StepProblem
 
 # Above this share of the budget, packing gets hard, and one more micro-batch may be faster.
 TIGHT_FILL = 0.85

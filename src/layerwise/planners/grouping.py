@@ -16,14 +16,12 @@ from layerwise.plan import Ints, Parent
 from layerwise.planners.estimate import GroupClass, exposed_s, group_base, group_loads
 from layerwise.planners.packing import Packing, pack_longest_first, refine
 from layerwise.planners.partitions import Partition
-from layerwise.planners.problem import StepProblem
+from layerwise.planners.problem import MANY_SAMPLES, StepProblem
 
 ClassOf = Callable[[int], GroupClass]
 
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
-FEW_SAMPLES, MANY_SAMPLES = 64, 2000
-# So few samples that every grouping can be predicted.
-HANDFUL = 12
+FEW_SAMPLES = 64
 NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
 NUM_REFINED, NUM_REFINED_FAR = 1, 3
 # Where the best is further than this above level work, the scores misled, and all partitions are packed.
@@ -61,47 +59,49 @@ def group_samples(
 
     Only the most promising partitions are packed, all of them if `thorough`, and fewer still refined.
     """
-    degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
-    classes = [class_of(degree) for degree in degrees]
-    lengths = problem.lengths[samples]
-    loads, base = group_loads(problem.cost, lengths, classes), group_base(problem.cost, classes)
-    allowed = may_join(problem, lengths, classes)
-    packings = [
-        Packing(
-            loads=loads,
-            base=base,
-            bin_class=np.searchsorted(degrees, partition.size),
-            tokens=lengths,
-            capacity_tokens=_capacity(problem, partition, class_of),
-            allowed=None if allowed.all() else allowed,
-        )
-        for partition in candidates
-    ]
-    order = np.argsort(_scores(packings, allowed), kind="stable").tolist()
-    few = len(samples) <= FEW_SAMPLES
-    limit = len(order) if few or thorough else NUM_PACKED if len(samples) <= MANY_SAMPLES else NUM_PACKED_OF_MANY
+    packings = _packings(problem, samples, candidates, class_of)
+    order = np.argsort(_scores(packings), kind="stable").tolist()
+    count, lengths = len(samples), problem.lengths[samples]
+    limit = NUM_PACKED if count <= MANY_SAMPLES else NUM_PACKED_OF_MANY
     extra_s = exposed_s(problem.cost, lengths)
     good_s = (1 + FAR_FROM_LEVEL) * problem.cost.ideal_s(lengths) + extra_s
     packed: list[Grouping] = []
+    best_s = np.inf
     for index in order:
         bin_of = pack_longest_first(packings[index])
         if bin_of is not None:
             makespan = packings[index].makespan(bin_of) + extra_s
             packed.append(Grouping(makespan, candidates[index], samples, packings[index], bin_of))
-        if len(packed) >= limit and (
-            limit == NUM_PACKED_OF_MANY or min(found.estimate_s for found in packed) <= good_s
-        ):
+            best_s = min(best_s, makespan)
+        is_enough = len(packed) >= limit and (best_s <= good_s or count > MANY_SAMPLES)
+        if is_enough and not thorough and count > FEW_SAMPLES:
             break
     packed.sort(key=lambda found: found.estimate_s)
-    is_far = bool(packed) and packed[0].estimate_s > good_s
-    num_refined = limit if few else NUM_REFINED_FAR if is_far else NUM_REFINED
+    num_refined = len(packed) if count <= FEW_SAMPLES else NUM_REFINED_FAR if best_s > good_s else NUM_REFINED
     refined = [_refined(found, extra_s) for found in packed[:num_refined]]
     return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
 
 
-def _capacity(problem: StepProblem, partition: Partition, class_of: ClassOf) -> Ints:
-    room = [CHILD_FILL if class_of(size).repacked else 1.0 for size in partition.size.tolist()]
-    return (partition.size * problem.max_tokens_per_rank * np.array(room)).astype(np.int64)
+def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf) -> list[Packing]:
+    """What is packed into each partition; classes are the sizes of groups in any of them, ascending."""
+    degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
+    classes = [class_of(degree) for degree in degrees]
+    lengths = problem.lengths[samples]
+    loads, base = group_loads(problem.cost, lengths, classes), group_base(problem.cost, classes)
+    allowed = may_join(problem, lengths, classes)
+    room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
+    capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
+    return [
+        Packing(
+            loads=loads,
+            base=base,
+            bin_class=bin_class,
+            tokens=lengths,
+            capacity_tokens=capacity[bin_class],
+            allowed=None if allowed.all() else allowed,
+        )
+        for bin_class in (np.searchsorted(degrees, partition.size) for partition in candidates)
+    ]
 
 
 def may_join(problem: StepProblem, lengths: Ints, classes: Sequence[GroupClass]) -> np.ndarray:
@@ -111,10 +111,11 @@ def may_join(problem: StepProblem, lengths: Ints, classes: Sequence[GroupClass])
     return np.asarray(lengths[:, None] <= np.array(ranks) * problem.max_tokens_per_rank)
 
 
-def _scores(packings: list[Packing], allowed: np.ndarray) -> Floats:
+def _scores(packings: list[Packing]) -> Floats:
     """A quick guess of each packing's height: its samples as a fluid, but no lower than its highest sample alone."""
     heights, base = packings[0].loads.sum(axis=0), packings[0].base.sum(axis=0)
-    alone = np.where(allowed, heights + base, np.inf)
+    allowed = packings[0].allowed
+    alone = heights + base if allowed is None else np.where(allowed, heights + base, np.inf)
     fluid = heights.sum(axis=0)
     scores = []
     for packing in packings:

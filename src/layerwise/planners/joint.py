@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerwise.cost import LayerCost
 from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
 from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo
-from layerwise.planners.grouping import HANDFUL
 from layerwise.planners.layout import Placement, halo_tile_rows, lay_out, level_shard_rows, tile_rows
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.partitions import widths_allowed
-from layerwise.planners.problem import GroupOptions, StepProblem
+from layerwise.planners.problem import HANDFUL, GroupOptions, StepProblem
 from layerwise.planners.repack import RepackOptions
 
 # Above this share over the mean, the fullest rank's tokens are worth spreading a sample over all ranks.
@@ -128,14 +128,13 @@ def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
 def _lay_out(problem: StepProblem, placement: Placement, shards: Ints) -> MicrobatchPlan:
     return MicrobatchPlan(
         shards=shard_table(shards),
-        tiles={kind: _tiles(problem, kind, placement, shards) for kind in problem.cost.attention},
+        tiles={layer.kind: _tiles(problem, layer, placement, shards) for layer in problem.cost.layers},
         parents=_parents(placement),
     )
 
 
-def _tiles(problem: StepProblem, kind: str, placement: Placement, shards: Ints) -> Table[Tile]:
+def _tiles(problem: StepProblem, layer: LayerCost, placement: Placement, shards: Ints) -> Table[Tile]:
     """Heads over the block of each sample, or, where that is cheaper, each shard's own queries and a halo of keys."""
-    (layer,) = (layer for layer in problem.cost.layers if layer.kind == kind)
     has_halo = np.zeros(len(problem.lengths), dtype=bool)
     for degree in np.unique(placement.degree).tolist():
         samples = placement.sample[placement.degree == degree]

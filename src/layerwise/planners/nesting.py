@@ -16,12 +16,12 @@ from layerwise.flops import Floats
 from layerwise.plan import Ints
 from layerwise.planners.layout import Placement
 from layerwise.planners.partitions import aligned_blocks
+from layerwise.planners.problem import HANDFUL, MANY_SAMPLES
 
 # Seconds above the level, as a share of it, that a narrower block may cost.
 TOLERANCES = (0.004, 0.03)
 # For a handful of samples, more tolerances are tried, and each sample may be shared; for many, only the last.
 THOROUGH = (0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25)
-FEW_SAMPLES, MANY_SAMPLES = 12, 2000
 # A sample above this share of the level in any dimension is large: it may take more than one rank.
 ROCK_SHARE = 0.25
 
@@ -55,7 +55,7 @@ def nest(problem: Nest, seconds: Callable[[Floats], float]) -> tuple[Floats, Pla
     `seconds` says what such a table of seconds costs.
     """
     count = len(problem.samples)
-    tolerances = THOROUGH if count <= FEW_SAMPLES else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]
+    tolerances = THOROUGH if count <= HANDFUL else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]
     found = [placed for tolerance in tolerances if (placed := _nest(problem, tolerance)) is not None]
     return min(found, key=lambda placed: seconds(placed[0]), default=None)
 
@@ -63,7 +63,7 @@ def nest(problem: Nest, seconds: Callable[[Floats], float]) -> tuple[Floats, Pla
 def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     single = problem.loads[:, :, 0]
     level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
-    rock_share = 0.0 if len(problem.samples) <= FEW_SAMPLES else ROCK_SHARE
+    rock_share = 0.0 if len(problem.samples) <= HANDFUL else ROCK_SHARE
     is_rock = (single > rock_share * level[:, None]).any(axis=0)
     size = (single / level[:, None]).max(axis=0)
     order = np.lexsort([np.arange(len(size)), -size])

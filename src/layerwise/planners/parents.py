@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from layerwise.plan import Parent
+from layerwise.planners.estimate import GroupClass
 from layerwise.planners.grouping import Grouping, group_samples
 from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
 from layerwise.planners.problem import StepProblem
@@ -48,7 +49,11 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
         tile_cluster([parent.sp_degree for parent in parents], problem.cluster),
         *partitions(problem, samples, widths_allowed(problem, options.max_sp_degree)),
     ]
-    found = group_samples(problem, samples, candidates, lambda degree: repacked_class(problem, degree, options), True)
+
+    def class_of(degree: int) -> GroupClass:
+        return repacked_class(problem, degree, options)
+
+    found = group_samples(problem, samples, candidates, class_of, thorough=True)
     attempts = [repack_microbatch(problem, grouping.parents(), options) for grouping in found[: num_others(problem)]]
     legal = [a for a in attempts if options.fallback or a.num_repacked == a.num_parents]
     return fastest([best, *legal])

@@ -16,6 +16,8 @@ from layerwise.plan import Ints
 from layerwise.spec import ClusterSpec, Record
 
 AnswerT = TypeVar("AnswerT")
+# So few samples that every candidate can be predicted, and so many that trying one more takes long.
+HANDFUL, MANY_SAMPLES = 12, 2000
 
 
 class GroupOptions(Record):

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerwise.cost import MicrobatchPrediction
 from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.estimate import GroupClass, group_base, group_loads
-from layerwise.planners.grouping import HANDFUL, MANY_SAMPLES, Grouping, group_samples, may_join
+from layerwise.planners.grouping import Grouping, group_samples, may_join
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
-from layerwise.planners.problem import GroupOptions, StepProblem
+from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
+from layerwise.prediction import MicrobatchPrediction
 
 # How many groupings besides that of `dynamic` are repacked and predicted.
 NUM_OTHERS = 4
@@ -86,7 +86,7 @@ def _repack_step(
         candidates = [groupings[0], *_promising(problem, groupings, options)]
         attempts = [repack_microbatch(problem, found.parents(), options, layout) for found in candidates]
         results.append(fastest(attempts))
-    if options.fallback:
+    if options.fallback and problem.cluster.sync == "step":
         unchanged = [_lay_out(problem, groupings[0].parents(), {}, options, layout) for groupings in step]
         results = keep_if_faster(problem, results, unchanged)
     return results
@@ -116,16 +116,14 @@ def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> b
 def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -> float:
     degrees = np.unique(found.partition.size).tolist()
     classes = [repacked_class(problem, degree, options) for degree in degrees]
-    lengths = problem.lengths[found.samples]
-    if not may_join(problem, lengths, classes)[
-        np.arange(len(lengths)), np.searchsorted(degrees, found.partition.size)[found.bin_of]
-    ].all():
+    lengths, bin_class = problem.lengths[found.samples], np.searchsorted(degrees, found.partition.size)
+    if not may_join(problem, lengths, classes)[np.arange(len(lengths)), bin_class[found.bin_of]].all():
         return float("inf")
     packing = replace(
         found.packing,
         loads=group_loads(problem.cost, lengths, classes),
         base=group_base(problem.cost, classes),
-        bin_class=np.searchsorted(degrees, found.partition.size),
+        bin_class=bin_class,
     )
     return packing.makespan(found.bin_of)
 
@@ -181,24 +179,21 @@ def repack_microbatch(
     if not options.fallback or not children:
         return everywhere
     nowhere = _lay_out(problem, parents, {}, options, layout)
-    gain = _gainers(problem, nowhere.microbatch, everywhere.microbatch, tuple(children))
-    attempts = [everywhere, nowhere]
+    attempts = [nowhere, everywhere]
+    gain = _gainers(problem, nowhere, everywhere, tuple(children))
     if 0 < len(gain) < len(children):
-        attempts.insert(0, _lay_out(problem, parents, {p: children[p] for p in gain}, options, layout))
-    return fastest([nowhere, *attempts])
+        attempts.insert(1, _lay_out(problem, parents, {p: children[p] for p in gain}, options, layout))
+    return fastest(attempts)
 
 
-def _gainers(
-    problem: StepProblem, wide: MicrobatchPlan, repacked: MicrobatchPlan, parents: tuple[Parent, ...]
-) -> list[Parent]:
+def _gainers(problem: StepProblem, wide: Repacked, repacked: Repacked, parents: tuple[Parent, ...]) -> list[Parent]:
     """The parents whose slowest ranks, kind by kind, take less time once repacked; parents share no rank."""
-    before, after = (_slowest_s(problem, microbatch, parents) for microbatch in (wide, repacked))
+    before, after = (_slowest_s(problem, found.prediction, parents) for found in (wide, repacked))
     return [parent for parent, gained in zip(parents, after < before, strict=True) if gained]
 
 
-def _slowest_s(problem: StepProblem, microbatch: MicrobatchPlan, parents: tuple[Parent, ...]) -> Floats:
-    times = problem.cost.layer_times(microbatch)
-    rank_s = np.stack([layer.num_layers * times[layer.kind].total_s for layer in problem.cost.layers])
+def _slowest_s(problem: StepProblem, prediction: MicrobatchPrediction, parents: tuple[Parent, ...]) -> Floats:
+    rank_s = np.stack([layer.num_layers * prediction.times[layer.kind].total_s for layer in problem.cost.layers])
     return np.array([rank_s[:, p.first_rank : p.first_rank + p.sp_degree].max(axis=1).sum() for p in parents])
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layerwise.cost import CostModel, PassPrediction, StepPrediction
+from layerwise.cost import CostModel
 from layerwise.memory import Memory, predict_memory
 from layerwise.plan import StepPlan
+from layerwise.prediction import PassPrediction, StepPrediction
 from layerwise.simulate.timeline import MOVES, PHASES, Timeline, build_timeline
 from layerwise.spec import ClusterSpec, ModelSpec
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import MOVE_PASSES, CostModel, LayerTimes
+from layerwise.cost import MOVE_PASSES, CostModel
 from layerwise.flops import BACKWARD_ATTENTION, BACKWARD_LINEAR, Floats
 from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
+from layerwise.prediction import LayerTimes
 
 # In the order in which a rank runs them forward; backward undoes a layer from its end.
 PHASES = ("exchange_in", "attention", "exchange_out", "linear", "exposed", "head", "move", "wait")
