@@ -21,6 +21,8 @@ from layerwise.planners.problem import HANDFUL, GroupOptions, StepProblem
 
 # Above this share of the budget, packing gets hard, and one more micro-batch may be faster.
 TIGHT_FILL = 0.85
+# Groupings of a handful of samples that are predicted: every rank plans every step.
+NUM_PREDICTED = 6
 
 
 def plan_dynamic(
@@ -58,16 +60,17 @@ def _group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf) 
 
 
 def _group_microbatch(problem: StepProblem, samples: Ints, ladder: list[int], class_of: ClassOf) -> list[Grouping]:
-    """Groupings, fastest first. Estimates take shares as level; a handful of samples is predicted instead."""
+    """Groupings, fastest first. Estimates take shares as level; the best of a handful of samples are predicted."""
 
     def seconds(found: Grouping) -> float:
         microbatch = lay_out(problem.lengths, problem.cost.attention, found.parents())
         return problem.cost.predict_microbatch(microbatch).seconds
 
     found = group_samples(problem, samples, partitions(problem, samples, ladder), class_of)
-    if not found or len(samples) > HANDFUL:
+    if len(samples) > HANDFUL:
         return found
-    return sorted((grouping._replace(estimate_s=seconds(grouping)) for grouping in found), key=itemgetter(0))
+    predicted = (grouping._replace(estimate_s=seconds(grouping)) for grouping in found[:NUM_PREDICTED])
+    return [*sorted(predicted, key=itemgetter(0)), *found[NUM_PREDICTED:]]
 
 
 def level_s(problem: StepProblem, samples: Ints) -> float:

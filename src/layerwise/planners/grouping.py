@@ -23,7 +23,7 @@ ClassOf = Callable[[int], GroupClass]
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
 FEW_SAMPLES = 64
 NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
-NUM_REFINED, NUM_REFINED_FAR = 1, 3
+NUM_REFINED, NUM_REFINED_FAR, NUM_REFINED_OF_FEW = 1, 3, 6
 # Where the best is further than this above level work, the scores misled, and all partitions are packed.
 FAR_FROM_LEVEL = 0.05
 # Children are whole samples on few ranks, so a group that is to be repacked must leave a little room.
@@ -77,7 +77,8 @@ def group_samples(
         if is_enough and not thorough and count > FEW_SAMPLES:
             break
     packed.sort(key=lambda found: found.estimate_s)
-    num_refined = len(packed) if count <= FEW_SAMPLES else NUM_REFINED_FAR if best_s > good_s else NUM_REFINED
+    num_refined = NUM_REFINED_FAR if best_s > good_s else NUM_REFINED
+    num_refined = NUM_REFINED_OF_FEW if count <= FEW_SAMPLES else num_refined
     refined = [_refined(found, extra_s) for found in packed[:num_refined]]
     return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
 

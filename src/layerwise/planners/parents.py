@@ -26,6 +26,7 @@ from layerwise.planners.repack import (
     repack_step,
     repacked_class,
     wants_wide,
+    with_wide,
 )
 
 
@@ -53,7 +54,7 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
     def class_of(degree: int) -> GroupClass:
         return repacked_class(problem, degree, options)
 
-    found = group_samples(problem, samples, candidates, class_of, thorough=True)
+    found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=True), options)
     attempts = [repack_microbatch(problem, grouping.parents(), options) for grouping in found[: num_others(problem)]]
     legal = [a for a in attempts if options.fallback or a.num_repacked == a.num_parents]
     return fastest([best, *legal])

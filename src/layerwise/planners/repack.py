@@ -101,8 +101,13 @@ def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackO
             ("all groups", options.max_sp_degree, samples.tobytes()),
             lambda: group_samples(problem, samples, candidates, GroupClass, thorough=True),
         )
-    wide = [found for found in groupings if found.partition.size.max() > narrowest_wide(problem, options)]
+    wide = with_wide(problem, groupings, options)
     return sorted(wide, key=lambda found: _repacked_s(problem, found, options))[: num_others(problem)]
+
+
+def with_wide(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[Grouping]:
+    """The groupings that have a group to repack."""
+    return [found for found in groupings if found.partition.size.max() > narrowest_wide(problem, options)]
 
 
 def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> bool:
@@ -136,7 +141,7 @@ def repacked_class(problem: StepProblem, degree: int, options: RepackOptions) ->
 def num_others(problem: StepProblem) -> int:
     """How many groupings are worth a prediction, which takes long for many samples."""
     count = len(problem.lengths)
-    return 16 * NUM_OTHERS if count <= HANDFUL else NUM_OTHERS if count <= MANY_SAMPLES else 1
+    return 2 * NUM_OTHERS if count <= HANDFUL else NUM_OTHERS if count <= MANY_SAMPLES else 1
 
 
 def fastest(results: Sequence[Repacked]) -> Repacked:
@@ -173,6 +178,13 @@ def repack_microbatch(
     problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions, layout: LayOut = lay_out
 ) -> Repacked:
     """The best choice of which parents to repack: all that can be, those that gain by it, or none."""
+    question = ("repacked", parents, options.fallback, options.repack_within_node, layout)
+    return problem.once(question, lambda: _repack_microbatch(problem, parents, options, layout))
+
+
+def _repack_microbatch(
+    problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions, layout: LayOut
+) -> Repacked:
     solutions = {p: solve_children(problem, p) for p in parents if is_wide(problem, p, options)}
     children = {parent: placement for parent, placement in solutions.items() if placement is not None}
     everywhere = _lay_out(problem, parents, children, options, layout)
