@@ -1,4 +1,4 @@
-"""Planning time of every strategy on one core: median and worst over steps.
+"""CPU time of planning of every strategy on one core: median and worst over steps.
 
     python -m benchmarks.planning [--steps N] [--strategies a,b]
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from time import perf_counter
+from time import process_time
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +35,14 @@ SIZES = (Size(64, 500, 20.0), Size(1024, 10_000, 300.0))
 
 
 def measure_ms(strategy: str, size: Size, num_steps: int) -> np.ndarray:
-    """Milliseconds of each step after the first, float64 [num_steps]."""
+    """CPU milliseconds of each step after the first, float64 [num_steps]: other programs may use the core meanwhile."""
     workload = resized(size.num_ranks)
     planner = make_planner(workload, strategy, MAX_TOKENS_PER_RANK)
     seconds = []
     for lengths in draw_samples(workload, num_steps + WARM_UP, size.num_samples):
-        start = perf_counter()
+        start = process_time()
         planner(lengths)
-        seconds.append(perf_counter() - start)
+        seconds.append(process_time() - start)
     return 1000 * np.array(seconds[WARM_UP:])
 
 

@@ -39,10 +39,12 @@ def draw_samples(workload: Workload, num_steps: int, num_samples: int) -> list[I
 
 
 def make_planner(workload: Workload, strategy: str, max_tokens_per_rank: int) -> Planner:
-    """A planner for the workload's cluster and model."""
+    """A planner for the workload's cluster and model; `static` groups two nodes, so that any sample fits."""
+    two_nodes = {"sp_degree": 2 * workload.cluster_spec.ranks_per_node}
     return Planner(
         strategy=strategy,
         cluster=workload.cluster_spec,
         model=workload.model_spec,
         max_tokens_per_rank=max_tokens_per_rank,
+        options=two_nodes if strategy == "static" else {},
     )

@@ -25,14 +25,20 @@ def child_blocks(cluster: ClusterSpec, within: Block) -> list[Block]:
 
 
 def lowest_tops(
-    cluster: ClusterSpec, within: Block, loads: dict[int, NDArray[np.float64]], tokens: Ints, budget: int
+    cluster: ClusterSpec,
+    within: Block,
+    loads: dict[int, NDArray[np.float64]],
+    base: NDArray[np.float64],
+    tokens: Ints,
+    budget: int,
 ) -> float:
     """The fullest ranks' loads, summed over dimensions, in the best placement of the samples on blocks of `within`.
 
-    loads: for each degree, what a sample adds to each of its ranks, float64 [dims, samples]. Parts of samples, rounded
-    up to whole tokens, stay within the budget of each rank.
+    loads: for each degree, what a sample adds to each of its ranks, float64 [dims, samples]; base: what the
+    ranks of `within` have anyway, float64 [dims, ranks]. Parts of samples, rounded up to whole tokens, stay within the
+    budget of each rank.
     """
-    model, unit = cp_model.CpModel(), float(loads[1].sum()) / UNITS
+    model, unit = cp_model.CpModel(), float(loads[1].sum() + base.sum()) / UNITS
     blocks, samples = child_blocks(cluster, within), range(len(tokens))
     takes = {(i, block): model.new_bool_var("") for i in samples for block in blocks}
     for i in samples:
@@ -41,16 +47,19 @@ def lowest_tops(
     for rank in range(within.lo, within.hi):
         here = [(i, block) for i, block in takes if block.lo <= rank < block.hi]
         for dim, top in enumerate(tops):
-            model.add(sum(round(loads[b.size][dim, i] / unit) * takes[i, b] for i, b in here) <= top)
+            own = round(base[dim, rank - within.lo] / unit)
+            model.add(own + sum(round(loads[b.size][dim, i] / unit) * takes[i, b] for i, b in here) <= top)
         model.add(sum(-(-int(tokens[i]) // b.size) * takes[i, b] for i, b in here) <= budget)
     model.minimize(sum(tops))
     solver = solved(model, f"children of {within}: {tokens.tolist()}")
     return solver.objective_value * unit
 
 
-def tops_of(cluster: ClusterSpec, chosen: dict[int, Choice], loads: dict[int, NDArray[np.float64]]) -> float:
+def tops_of(
+    within: Block, chosen: dict[int, Choice], loads: dict[int, NDArray[np.float64]], base: NDArray[np.float64]
+) -> float:
     """The same of the owners that were chosen; the columns of `loads` are the samples in ascending order."""
-    ranks = np.zeros((len(loads[1]), cluster.num_ranks))
+    ranks = base.copy()
     for column, (_, choice) in enumerate(sorted(chosen.items())):
-        ranks[:, choice.owner.lo : choice.owner.hi] += loads[choice.owner.size][:, [column]]
+        ranks[:, choice.owner.lo - within.lo : choice.owner.hi - within.lo] += loads[choice.owner.size][:, [column]]
     return float(ranks.max(axis=1).sum())

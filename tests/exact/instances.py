@@ -9,7 +9,8 @@ import numpy as np
 
 from layerwise.cost import CostModel
 from layerwise.plan import StepPlan
-from layerwise.planners import plan_step
+from layerwise.planners import Planner, plan_step
+from layerwise.planners.problem import StepProblem
 from layerwise.spec import ClusterSpec, ModelSpec
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL
 
@@ -38,6 +39,12 @@ class Instance:
     def cost(self) -> CostModel:
         """What judges every plan."""
         return CostModel(cluster=self.cluster, model=self.model)
+
+    def pose(self) -> StepProblem:
+        """The problem that every strategy answers."""
+        return Planner(strategy="repack", cluster=self.cluster, model=self.model, max_tokens_per_rank=self.budget).pose(
+            self.lengths
+        )
 
     def plan(self, strategy: str, **options: object) -> StepPlan:
         """What the package answers."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from layerwise.cost import CostModel
 from layerwise.errors import SpecError
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
-from layerwise.planners.dynamic import group_step, plan_dynamic
+from layerwise.planners.dynamic import plan_dynamic
 from layerwise.planners.halo import HaloOptions, halo_class, plan_halo
 from layerwise.planners.joint import JointOptions, plan_joint
 from layerwise.planners.parents import plan_repack_parents
@@ -38,16 +38,9 @@ STRATEGIES: dict[str, Strategy] = {
             problem, [plan_dynamic(problem, options), plan_dynamic(problem, options, halo_class)], options
         ),
     ),
-    "redistribute": Strategy(
-        RepackOptions, lambda problem, options: plan_redistribute(problem, group_step(problem, options), options)
-    ),
-    "repack": Strategy(
-        RepackOptions, lambda problem, options: plan_repack(problem, group_step(problem, options), options)
-    ),
-    "repack+parents": Strategy(
-        RepackOptions,
-        lambda problem, options: plan_repack_parents(problem, group_step(problem, options), options),
-    ),
+    "redistribute": Strategy(RepackOptions, plan_redistribute),
+    "repack": Strategy(RepackOptions, plan_repack),
+    "repack+parents": Strategy(RepackOptions, plan_repack_parents),
     "joint": Strategy(JointOptions, plan_joint),
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 from layerwise.flops import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
-from layerwise.planners.layout import Placement
+from layerwise.planners.layout import Placement, place, tile_rows
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.problem import HANDFUL, StepProblem
 from layerwise.spec import FULL
@@ -39,17 +39,31 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
     questions = [question, replace(question, pour_by_total=True)]
     if len(samples) <= HANDFUL:
         questions.append(replace(question, loads=question.loads.sum(axis=0, keepdims=True)))
-    share = _sparse_share(problem)
+    share, full_s = sparse_share(problem), full_attention_s(problem, parent)
 
-    def seconds(height: Floats) -> float:
-        linear, sites = height if len(height) == 2 else (height[0], 0.0)
-        return float((share * linear + sites).max() + (1 - share) * linear.max())
+    def seconds(height: Floats) -> Floats:
+        linear = height[..., 0, :]
+        sites = height[..., 1:, :].sum(axis=-2)
+        if height.shape[-2] == 1:  # ranks wait at the end of the step only
+            return np.asarray((linear + full_s).max(axis=-1))
+        return np.asarray((share * linear + sites).max(axis=-1) + ((1 - share) * linear + full_s).max(axis=-1))
 
     found = [placed for asked in questions if (placed := nest(asked, seconds)) is not None]
     return min(found, key=lambda placed: seconds(placed[0]), default=(None, None))[1]
 
 
-def _sparse_share(problem: StepProblem) -> float:
+def full_attention_s(problem: StepProblem, parent: Parent) -> Floats:
+    """Seconds of the parent's own attention on each of its ranks, float64 [ranks]; level where heads divide."""
+    total = np.zeros(parent.sp_degree)
+    for layer in problem.cost.layers:
+        if layer.kind == FULL:
+            _, rank, q0, q1, k0, h0, h1 = tile_rows(place([parent]), problem.lengths, layer.spec).T
+            tile_s = layer.num_layers * layer.attention_s(layer.spec.pairs(q0, q1), q1 - k0, h1 - h0)
+            total += np.bincount(rank - parent.first_rank, weights=tile_s, minlength=parent.sp_degree)
+    return total
+
+
+def sparse_share(problem: StepProblem) -> float:
     """The share of linear work that sparse layers have, which wait for their attention sites too."""
     token_s = [(layer.kind, layer.num_layers * layer.token_s) for layer in problem.cost.layers]
     total = problem.cost.head_token_s + sum(seconds for _, seconds in token_s)

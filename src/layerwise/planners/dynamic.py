@@ -24,6 +24,9 @@ TIGHT_FILL = 0.85
 # Groupings of a handful of samples that are predicted: every rank plans every step.
 NUM_PREDICTED = 6
 
+# The groupings tried for the samples of each micro-batch, fastest first.
+Division = list[list[Grouping]]
+
 
 def plan_dynamic(
     problem: StepProblem, options: GroupOptions, class_of: ClassOf = GroupClass
@@ -35,28 +38,33 @@ def plan_dynamic(
     )
 
 
-def group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf = GroupClass) -> list[list[Grouping]]:
-    """The best division of the step's samples into micro-batches; of each, the groupings tried, fastest first."""
-    question = ("groups", options.max_sp_degree, class_of)
-    return problem.once(question, lambda: _group_step(problem, options, class_of))
+def group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf = GroupClass) -> Division:
+    """The best division of the step's samples into micro-batches."""
+    return divisions(problem, options, class_of)[0]
 
 
-def _group_step(problem: StepProblem, options: GroupOptions, class_of: ClassOf) -> list[list[Grouping]]:
+def divisions(problem: StepProblem, options: GroupOptions, class_of: ClassOf = GroupClass) -> list[Division]:
+    """Ways to divide the step's samples into micro-batches, fastest first; another may be faster once repacked."""
+    question = ("divisions", options.max_sp_degree, class_of)
+    return problem.once(question, lambda: _divisions(problem, options, class_of))
+
+
+def _divisions(problem: StepProblem, options: GroupOptions, class_of: ClassOf) -> list[Division]:
     ladder = widths_allowed(problem, options.max_sp_degree)
     problem.check_fits(ladder[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
     fewest = problem.fewest_microbatches
     fill = problem.lengths.sum() / (fewest * problem.cluster.num_ranks * problem.max_tokens_per_rank)
-    best: list[list[Grouping]] = []
+    found: list[Division] = []
     for num_microbatches in range(fewest, len(problem.lengths) + 1):
         for parts in _splits(problem, num_microbatches):
-            if best and sum(level_s(problem, part) for part in parts) >= _estimate_s(best):
+            if found and sum(level_s(problem, part) for part in parts) >= min(map(_estimate_s, found)):
                 continue  # not even level groups without communication would be faster
-            found = [_group_microbatch(problem, part, ladder, class_of) for part in parts]
-            if all(found) and (not best or _estimate_s(found) < _estimate_s(best)):
-                best = found
-        if best and (num_microbatches > fewest or fill < TIGHT_FILL):
+            division = [_group_microbatch(problem, part, ladder, class_of) for part in parts]
+            if all(division):
+                found.append(division)
+        if found and (num_microbatches > fewest or fill < TIGHT_FILL):
             break
-    return best
+    return sorted(found, key=_estimate_s)
 
 
 def _group_microbatch(problem: StepProblem, samples: Ints, ladder: list[int], class_of: ClassOf) -> list[Grouping]:
@@ -79,8 +87,8 @@ def level_s(problem: StepProblem, samples: Ints) -> float:
     return problem.cost.ideal_s(lengths) + exposed_s(problem.cost, lengths)
 
 
-def _estimate_s(groupings: list[list[Grouping]]) -> float:
-    return sum(candidates[0].estimate_s for candidates in groupings)
+def _estimate_s(division: Division) -> float:
+    return sum(groupings[0].estimate_s for groupings in division)
 
 
 def _splits(problem: StepProblem, num_microbatches: int) -> Iterator[list[Ints]]:

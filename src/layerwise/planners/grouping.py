@@ -22,7 +22,7 @@ ClassOf = Callable[[int], GroupClass]
 
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
 FEW_SAMPLES = 64
-NUM_PACKED, NUM_PACKED_OF_MANY = 4, 2
+NUM_PACKED, NUM_PACKED_OF_MANY = 3, 2
 NUM_REFINED, NUM_REFINED_FAR, NUM_REFINED_OF_FEW = 1, 3, 6
 # Where the best is further than this above level work, the scores misled, and all partitions are packed.
 FAR_FROM_LEVEL = 0.05
@@ -57,30 +57,39 @@ def group_samples(
 ) -> list[Grouping]:
     """The samples in those partitions that suit them best, fastest first; [] where they fit into none.
 
-    Only the most promising partitions are packed, all of them if `thorough`, and fewer still refined.
+    Only the most promising partitions are packed, all of them if `thorough` and not too many samples, and fewer still
+    refined.
     """
     packings = _packings(problem, samples, candidates, class_of)
-    order = np.argsort(_scores(packings), kind="stable").tolist()
+    scores = _scores(packings)
+    order = np.argsort(scores, kind="stable").tolist()
     count, lengths = len(samples), problem.lengths[samples]
-    limit = NUM_PACKED if count <= MANY_SAMPLES else NUM_PACKED_OF_MANY
     extra_s = exposed_s(problem.cost, lengths)
     good_s = (1 + FAR_FROM_LEVEL) * problem.cost.ideal_s(lengths) + extra_s
     packed: list[Grouping] = []
     best_s = np.inf
     for index in order:
+        if _is_enough(len(packed), count, thorough, best_s <= good_s, scores[index] + extra_s >= best_s):
+            break
         bin_of = pack_longest_first(packings[index])
         if bin_of is not None:
             makespan = packings[index].makespan(bin_of) + extra_s
             packed.append(Grouping(makespan, candidates[index], samples, packings[index], bin_of))
             best_s = min(best_s, makespan)
-        is_enough = len(packed) >= limit and (best_s <= good_s or count > MANY_SAMPLES)
-        if is_enough and not thorough and count > FEW_SAMPLES:
-            break
     packed.sort(key=lambda found: found.estimate_s)
     num_refined = NUM_REFINED_FAR if best_s > good_s else NUM_REFINED
     num_refined = NUM_REFINED_OF_FEW if count <= FEW_SAMPLES else num_refined
     refined = [_refined(found, extra_s) for found in packed[:num_refined]]
     return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
+
+
+def _is_enough(num_packed: int, num_samples: int, thorough: bool, is_good: bool, is_hopeless: bool) -> bool:
+    """Whether to pack no further partition; `is_hopeless`: the next one's score is no better than the best so far."""
+    if num_samples <= FEW_SAMPLES:
+        return False
+    if num_samples > MANY_SAMPLES:
+        return num_packed >= (NUM_PACKED if thorough else NUM_PACKED_OF_MANY)
+    return not thorough and (is_hopeless or (is_good and num_packed >= NUM_PACKED))
 
 
 def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf) -> list[Packing]:

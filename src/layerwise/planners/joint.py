@@ -64,7 +64,7 @@ def _rivals(problem: StepProblem, options: JointOptions, estimate_s: float) -> l
         return []
     rivals = [tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in step)]
     if few:
-        rivals.append(plan_repack_parents(problem, step, RepackOptions(max_sp_degree=options.max_sp_degree))[0])
+        rivals.append(plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0])
     return rivals
 
 
@@ -113,7 +113,7 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
 
 
 def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
-    found = nest(question, lambda height: float(height.max(axis=1).sum()))
+    found = nest(question, lambda height: np.asarray(height.max(axis=-1).sum(axis=-1)))
     if found is None:
         return None
     height, placement = found

@@ -7,8 +7,9 @@ both place samples this way, in one parent's nodes or in the whole cluster.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from layerwise.plan import Ints
 from layerwise.planners.layout import Placement
 from layerwise.planners.partitions import aligned_blocks
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES
+from layerwise.planners.settling import Choices, Seconds, settle
 
 # Seconds above the level, as a share of it, that a narrower block may cost.
 TOLERANCES = (0.004, 0.03)
@@ -49,15 +51,49 @@ class Nest:
     spread_largest: bool = False
 
 
-def nest(problem: Nest, seconds: Callable[[Floats], float]) -> tuple[Floats, Placement] | None:
+def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
     """The best of a few tolerances, or None: seconds of every rank, float64 [dims, ranks], and the placement.
 
-    `seconds` says what such a table of seconds costs.
+    `seconds` says what such tables of seconds cost.
     """
     count = len(problem.samples)
     tolerances = THOROUGH if count <= HANDFUL else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]
     found = [placed for tolerance in tolerances if (placed := _nest(problem, tolerance)) is not None]
-    return min(found, key=lambda placed: seconds(placed[0]), default=None)
+    best = min(found, key=lambda placed: seconds(placed[0]), default=None)
+    return _settled(problem, best[1], seconds) if best and count <= HANDFUL and not problem.spread_largest else best
+
+
+def _settled(problem: Nest, placement: Placement, seconds: Seconds) -> tuple[Floats, Placement]:
+    widths: dict[tuple[int, int], int] = {}
+    for index, width in enumerate(problem.widths):
+        blocks = aligned_blocks(width, problem.num_ranks, problem.ranks_per_node)
+        for block in zip(*(column.tolist() for column in blocks), strict=True):
+            widths.setdefault(block, index)
+    first, end = np.array(list(widths)).T
+    ranks = np.arange(problem.num_ranks)
+    share_tokens = -(-problem.lengths[:, None] // (end - first))
+    choices = Choices(
+        inside=(first[:, None] <= ranks) & (ranks < end[:, None]),
+        added=np.concatenate([problem.loads[:, :, list(widths.values())], share_tokens[None]]),
+        capacity_tokens=problem.capacity_tokens,
+        exchanged=_exchanged_nodes(first, end, problem),
+    )
+    placed = zip((placement.first - problem.first_rank).tolist(), placement.degree.tolist(), strict=True)
+    blocks_of = {block: number for number, block in enumerate(widths)}
+    chosen = settle(choices, np.array([blocks_of[lo, lo + degree] for lo, degree in placed]), seconds)
+    settled = Placement(placement.sample, problem.first_rank + first[chosen], (end - first)[chosen])
+    return choices.table(chosen)[:-1], settled
+
+
+def _exchanged_nodes(first: Ints, end: Ints, problem: Nest) -> Ints:
+    """For every two nodes, the number of the block that each becomes where they change places."""
+    number = {block: index for index, block in enumerate(zip(first.tolist(), end.tolist(), strict=True))}
+    size, rows = problem.ranks_per_node, []
+    for low, high in combinations(range(0, problem.num_ranks - size + 1, size), 2):
+        shift = {low: high - low, high: low - high}
+        moved = [shift.get(lo // size * size, 0) if hi - lo <= size else 0 for lo, hi in number]
+        rows.append([number[lo + by, hi + by] for (lo, hi), by in zip(number, moved, strict=True)])
+    return np.array(rows, dtype=np.int64).reshape(-1, len(number))
 
 
 def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:

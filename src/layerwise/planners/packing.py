@@ -22,6 +22,8 @@ NORM_DOUBLINGS = 4  # p = 2**4
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
 MIN_GAIN = 3e-4
+# The refinement ends after so many changes that did not lower the sum of heights.
+PATIENCE = 8
 # An item above this share of the mean bin is large.
 ROCK_SHARE = 0.12
 
@@ -151,19 +153,24 @@ class _Bins:
         return True
 
 
-def refine(packing: Packing, bin_of: Ints, max_steps: int = 32) -> Ints:
+def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
     """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
-    start, bin_of = bin_of, bin_of.copy()
+    best, best_s, num_vain = bin_of, packing.makespan(bin_of), 0
+    bin_of = bin_of.copy()
     for _ in range(max_steps):
         loads = packing.bin_loads(bin_of)
         changes = [_best_change(packing, bin_of, loads, hot) for hot in np.unique(loads.argmax(axis=1)).tolist()]
         gain, item, partner, target = max(changes)
-        if gain <= MIN_GAIN:
+        if gain <= MIN_GAIN or num_vain == PATIENCE:
             break
         if partner >= 0:
             bin_of[partner] = bin_of[item]
         bin_of[item] = target
-    return bin_of if packing.makespan(bin_of) <= packing.makespan(start) else start
+        makespan = packing.makespan(bin_of)
+        num_vain += 1
+        if makespan < best_s:
+            best, best_s, num_vain = bin_of.copy(), makespan, 0
+    return best
 
 
 def _best_change(packing: Packing, bin_of: Ints, loads: Floats, hot: int) -> tuple[float, int, int, int]:

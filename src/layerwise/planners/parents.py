@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from layerwise.plan import Parent
+from layerwise.planners.dynamic import Division, group_step
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import Grouping, group_samples
+from layerwise.planners.grouping import group_samples
 from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import (
@@ -20,6 +21,7 @@ from layerwise.planners.repack import (
     RepackOptions,
     count_parents,
     fastest,
+    fastest_step,
     keep_if_faster,
     num_others,
     repack_microbatch,
@@ -30,16 +32,22 @@ from layerwise.planners.repack import (
 )
 
 
-def plan_repack_parents(problem: StepProblem, step: list[list[Grouping]], options: RepackOptions) -> Planned:
+def plan_repack_parents(problem: StepProblem, options: RepackOptions) -> Planned:
     """As `plan_repack`, after rebalancing parents; `moved` counts samples that `dynamic` put into another group."""
-    before = repack_step(problem, step, options)
+    results = fastest_step(problem, options, lambda division: _improve_step(problem, division, options))
+    microbatches = tuple(result.microbatch for result in results)
+    before = [groupings[0].parents() for groupings in group_step(problem, options)]
+    moved = _count_moved(before, [microbatch.parents for microbatch in microbatches])
+    return microbatches, {**count_parents(results), "moved": moved}
+
+
+def _improve_step(problem: StepProblem, division: Division, options: RepackOptions) -> list[Repacked]:
+    before = repack_step(problem, division, options)
     after = [
         _improve(problem, result, options) if wants_wide(problem, groupings[0].samples, options) else result
-        for groupings, result in zip(step, before, strict=True)
+        for groupings, result in zip(division, before, strict=True)
     ]
-    after = keep_if_faster(problem, after, before)
-    moved = sum(_count_moved(a[0].parents(), b.microbatch.parents) for a, b in zip(step, after, strict=True))
-    return tuple(result.microbatch for result in after), {**count_parents(after), "moved": moved}
+    return keep_if_faster(problem, after, before)
 
 
 def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Repacked:
@@ -60,6 +68,14 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
     return fastest([best, *legal])
 
 
-def _count_moved(before: tuple[Parent, ...], after: tuple[Parent, ...]) -> int:
-    home = {sample: parent.first_rank for parent in before for sample in parent.samples}
-    return sum(home[sample] != parent.first_rank for parent in after for sample in parent.samples)
+def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:
+    old, new = (
+        {
+            sample: (index, parent.first_rank)
+            for index, parents in enumerate(step)
+            for parent in parents
+            for sample in parent.samples
+        }
+        for step in (before, after)
+    )
+    return sum(old[sample] != group for sample, group in new.items())

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from layerwise.plan import Ints, MicrobatchPlan, Parent, shard_table
-from layerwise.planners.grouping import Grouping
 from layerwise.planners.layout import Placement, lay_out, place, shard_rows
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import Planned, RepackOptions, plan_repack
 from layerwise.spec import FULL, AttentionSpec
 
 
-def plan_redistribute(problem: StepProblem, step: list[list[Grouping]], options: RepackOptions) -> Planned:
+def plan_redistribute(problem: StepProblem, options: RepackOptions) -> Planned:
     """The micro-batches of `dynamic` with children for all but full-attention layers; notes as of `plan_repack`."""
-    return plan_repack(problem, step, options, lay_out_apart)
+    return plan_repack(problem, options, lay_out_apart)
 
 
 def lay_out_apart(

@@ -15,6 +15,7 @@ import numpy as np
 from layerwise.flops import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
+from layerwise.planners.dynamic import Division, divisions, level_s
 from layerwise.planners.estimate import GroupClass, group_base, group_loads
 from layerwise.planners.grouping import Grouping, group_samples, may_join
 from layerwise.planners.layout import Placement, lay_out
@@ -58,36 +59,41 @@ Planned = tuple[tuple[MicrobatchPlan, ...], dict[str, int]]
 LayOut = Callable[..., MicrobatchPlan]
 
 
-def plan_repack(
-    problem: StepProblem, step: list[list[Grouping]], options: RepackOptions, layout: LayOut = lay_out
-) -> Planned:
+def plan_repack(problem: StepProblem, options: RepackOptions, layout: LayOut = lay_out) -> Planned:
     """The micro-batches of `dynamic` with children, and how many parents were repacked and fell back.
 
-    `step` are the groupings that `dynamic` weighed: its own choice, and others that may be faster once repacked.
-    `layout` makes shards and tiles of parents and children, as `lay_out` does.
+    Of the divisions and groupings that `dynamic` weighed, those are taken that are fastest once repacked. `layout`
+    makes shards and tiles of parents and children, as `lay_out` does.
     """
-    results = repack_step(problem, step, options, layout)
+    results = fastest_step(problem, options, lambda division: repack_step(problem, division, options, layout))
     return tuple(result.microbatch for result in results), count_parents(results)
 
 
+def fastest_step(
+    problem: StepProblem, options: RepackOptions, repacked: Callable[[Division], list[Repacked]]
+) -> list[Repacked]:
+    """The fastest of the divisions that `dynamic` weighed, once `repacked`."""
+    first, *others = divisions(problem, options)
+    best = repacked(first)
+    for division in others:
+        wide = any(wants_wide(problem, groupings[0].samples, options) for groupings in division)
+        hope_s = sum(level_s(problem, groupings[0].samples) for groupings in division)
+        if wide and hope_s < _step_s(problem, best):
+            best = keep_if_faster(problem, best, repacked(division))
+    return best
+
+
 def repack_step(
-    problem: StepProblem, step: list[list[Grouping]], options: RepackOptions, layout: LayOut = lay_out
+    problem: StepProblem, division: Division, options: RepackOptions, layout: LayOut = lay_out
 ) -> list[Repacked]:
     """The best grouping of each micro-batch once it is repacked; no slower than `dynamic` where it may fall back."""
-    question = ("repack", tuple(options.model_dump().items()), layout)
-    return problem.once(question, lambda: _repack_step(problem, step, options, layout))
-
-
-def _repack_step(
-    problem: StepProblem, step: list[list[Grouping]], options: RepackOptions, layout: LayOut
-) -> list[Repacked]:
     results = []
-    for groupings in step:
+    for groupings in division:
         candidates = [groupings[0], *_promising(problem, groupings, options)]
         attempts = [repack_microbatch(problem, found.parents(), options, layout) for found in candidates]
         results.append(fastest(attempts))
     if options.fallback and problem.cluster.sync == "step":
-        unchanged = [_lay_out(problem, groupings[0].parents(), {}, options, layout) for groupings in step]
+        unchanged = [_lay_out(problem, groupings[0].parents(), {}, options, layout) for groupings in division]
         results = keep_if_faster(problem, results, unchanged)
     return results
 
@@ -154,8 +160,11 @@ def fastest(results: Sequence[Repacked]) -> Repacked:
 
 def keep_if_faster(problem: StepProblem, new: list[Repacked], old: list[Repacked]) -> list[Repacked]:
     """`new`, unless the whole step got slower: with sync "step", gains of micro-batches need not add up."""
-    seconds = [problem.cost.step_s([result.prediction for result in results]) for results in (new, old)]
-    return new if seconds[0] <= seconds[1] else old
+    return new if _step_s(problem, new) <= _step_s(problem, old) else old
+
+
+def _step_s(problem: StepProblem, results: list[Repacked]) -> float:
+    return problem.cost.step_s([result.prediction for result in results])
 
 
 def count_parents(results: list[Repacked]) -> dict[str, int]:

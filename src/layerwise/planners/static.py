@@ -38,8 +38,11 @@ def plan_static(problem: StepProblem, options: StaticOptions) -> tuple[Microbatc
     degree = options.sp_degree or problem.cluster.ranks_per_node
     problem.check_fits(degree, "raise sp_degree")
     for num_microbatches in range(problem.fewest_microbatches, len(problem.lengths) + 1):
-        plans = [_try_split(problem, degree, num_microbatches, together) for together in (False, True)]
+        ways = (False, True) if num_microbatches > 1 else (True,)
+        plans = [_try_split(problem, degree, num_microbatches, together) for together in ways]
         found = [plan for plan in plans if plan is not None]
+        if len(found) == 1:
+            return found[0]
         if found:
             return min(found, key=lambda plan: sum(problem.cost.predict_microbatch(m).seconds for m in plan))
     raise AssertionError("one sample per micro-batch always fits")
