@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.data.config import STDLIB, DataConfig
-from layerwise.data.sources import SourceFiles, find_files, read_bytes, read_rows, read_text
-from layerwise.data.tokenizer import ByteTokenizer, TokenIds, Tokenizer, load_tokenizer
+from layerwise.data.cache import cached_store
+from layerwise.data.config import DataConfig, SourceConfig, WeightedSource
+from layerwise.data.documents import DocumentReader
+from layerwise.data.ids import IGNORED_LABEL, check_ids
+from layerwise.data.limits import Limit
+from layerwise.data.report import CorpusReport, SourceReport
+from layerwise.data.sources import Rows, Source, open_source
+from layerwise.data.store import Save, StoreWriter, TokenStore, store_in_memory
 from layerwise.errors import DataError, SpecError
 from layerwise.plan import Ints
 
-IGNORED_LABEL = -100
+__all__ = ["IGNORED_LABEL", "Corpus", "Part", "Sample", "load_corpus"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,225 +42,172 @@ class Sample:
         return len(self.input_ids)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """What the corpus holds of one sample: its tokens, or the file whose bytes they are."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """What a corpus holds of one source: which samples of its store, and how many tokens of each."""
 
     name: str
-    num_tokens: int
-    tokens: TokenIds | None = None
-    labels: TokenIds | None = None
-    path: Path | None = None
+    weight: float
+    store: TokenStore
+    kept: Ints
+    lengths: Ints
 
+    def sample_name(self, index: int) -> str:
+        """The place in the source, behind the source's name in a mixture."""
+        name = self.store.name(int(self.kept[index]))
+        return f"{self.name}: {name}" if self.name else name
 
-@dataclass(frozen=True, kw_only=True)
-class CorpusReport:
-    """What became of the source's files and documents."""
-
-    files: int
-    ignored_files: int  # another extension, or a link that leads out of the folder
-    samples: int
-    tokens: int
-    skipped: int  # longer than max_tokens_per_sample
-    truncated: int
-    empty: int
-    not_chosen: int  # beyond max_samples
-
-    def __str__(self) -> str:
-        text = f"{self.samples:,} samples, {self.tokens:,} tokens from {self.files:,} files"
-        counts = (
-            (self.skipped, "skipped as too long"),
-            (self.truncated, "truncated"),
-            (self.empty, "empty, skipped"),
-            (self.not_chosen, "beyond max_samples"),
-            (self.ignored_files, "other files ignored"),
+    def read(self, index: int) -> Sample:
+        """The sample, cut to its length. Raises DataError where the cache is damaged."""
+        tokens, labels = self.store.read(int(self.kept[index]))
+        length = int(self.lengths[index])
+        return Sample(
+            name=self.sample_name(index),
+            input_ids=tokens[:length],
+            labels=None if labels is None else labels[:length],
         )
-        return text + "".join(f"; {count:,} {what}" for count, what in counts if count)
 
 
 class Corpus(Sequence[Sample]):
-    """A map-style dataset. `lengths` is int64 [samples], in tokens; `report` counts what was left out."""
+    """A map-style dataset, the samples of its parts one after another.
 
-    def __init__(
-        self, documents: Sequence[Document], *, lengths: Ints, vocab_size: int | None, report: CorpusReport
-    ) -> None:
-        self._documents = documents
-        self._vocab_size = vocab_size
-        self.lengths = lengths
-        self.report = report
+    `lengths` int64 [samples], in tokens, and `digests` uint64 [samples] are known without reading tokens; `report`
+    counts what was left out.
+    """
+
+    def __init__(self, parts: Sequence[Part], report: CorpusReport) -> None:
+        self.parts, self.report = tuple(parts), report
+        self.lengths: Ints = np.concatenate([part.lengths for part in parts])
+        self.digests: NDArray[np.uint64] = np.concatenate([part.store.digests[part.kept] for part in parts])
+        self._starts = np.cumsum([0, *(len(part.kept) for part in parts)])
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.lengths)
+
+    @property
+    def sources(self) -> list[tuple[int, float]]:
+        """Number of samples and weight of each part, as StepSampler takes them."""
+        return [(len(part.kept), part.weight) for part in self.parts]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash over every sample's tokens, labels and length, and their order."""
+        return hashlib.blake2b(self.lengths.tobytes() + self.digests.tobytes(), digest_size=8).hexdigest()
 
     def __getitem__(self, index: Any) -> Any:
-        """The sample at an int. Raises DataError where its file changed or a token is out of vocabulary."""
-        document, length = self._documents[index], int(self.lengths[index])
-        tokens = _read_byte_tokens(document) if document.tokens is None else document.tokens
-        check_vocabulary(tokens[:length], document.name, self._vocab_size)
-        return Sample(
-            name=document.name,
-            input_ids=tokens[:length].astype(np.int64),
-            labels=None if document.labels is None else document.labels[:length].astype(np.int64),
-        )
+        """The sample at an int. Raises IndexError, and DataError where its cache is damaged."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.parts[part].read(int(index - self._starts[part]))
 
 
-def load_corpus(config: DataConfig, *, vocab_size: int | None = None) -> Corpus:
-    """The corpus that a config describes; tokens must be in the model's `vocab_size` where that is given.
+def load_corpus(
+    config: DataConfig, *, vocab_size: int | None = None, budget_tokens: int | None = None, rows: Rows | None = None
+) -> Corpus:
+    """The corpus that a config describes, tokenised here or taken from its cache.
 
-    Standard library files are not read as bytes before they are asked for, since their sizes tell their
-    lengths; everything else is read and checked here. Raises SpecError for settings, DataError for data.
+    vocab_size: of the model; every token and label must be in it. budget_tokens: the longest sample that a plan can
+    place; longer ones are treated as `config.overlong` says. rows: to be read in place of `config.source`, such as a
+    `datasets.Dataset`. Raises SpecError for settings, DataError for data.
     """
-    files = find_files(config)
-    counts: Counter[str] = Counter()
-    documents = list(_keep(_documents(files, config, load_tokenizer(config.tokenizer)), config, counts))
-    chosen = _choose(documents, config)
-    if not chosen:
-        raise DataError(
-            f"source={config.source!r}: no samples in {len(files.paths)} files ({files.ignored} ignored, "
-            f"{counts['empty']} documents empty, {counts['skipped']} over max_tokens_per_sample="
-            f"{config.max_tokens_per_sample}); change source, extensions or max_tokens_per_sample"
-        )
-    for document in chosen:
-        _check_document(document, config.max_tokens_per_sample, vocab_size)
-    limit = config.max_tokens_per_sample
-    full = np.array([document.num_tokens for document in chosen], dtype=np.int64)
-    lengths = full if limit is None else np.minimum(full, limit)
-    report = CorpusReport(
-        files=len(files.paths),
-        ignored_files=files.ignored,
-        samples=len(chosen),
-        tokens=int(lengths.sum()),
-        skipped=counts["skipped"],
-        truncated=int((lengths < full).sum()),
-        empty=counts["empty"],
-        not_chosen=len(documents) - len(chosen),
-    )
-    return Corpus(chosen, lengths=lengths, vocab_size=vocab_size, report=report)
+    limit = Limit.of(config, budget_tokens)
+    if rows is not None and config.mixture is not None:
+        raise SpecError("rows= has no effect with data.mixture; give one of them")
+    reader = DocumentReader.of(config)
+    parts, reports = [], []
+    for name, source in config.sources.items():
+        part, report = _load_part(name, source, config, limit, reader.for_column(source.text_field), rows)
+        _check_vocabulary(part, vocab_size)
+        parts.append(part)
+        reports.append(report)
+    if config.chat_template is not None and not any(part.store.counts["chats"] for part in parts):
+        raise SpecError(f"chat_template={config.chat_template!r} has no effect: no row is a chat; leave it out")
+    return Corpus(parts, CorpusReport(sources=tuple(reports)))
 
 
-def _check_document(document: Document, limit: int | None, vocab_size: int | None) -> None:
-    """Of a file that is not read yet, the special tokens can be checked."""
-    tokens = ByteTokenizer().encode(b"") if document.tokens is None else document.tokens[:limit]
-    check_vocabulary(tokens, document.name, vocab_size)
-    if document.labels is not None:
-        labels = document.labels[:limit]
-        check_vocabulary(np.where(labels == IGNORED_LABEL, 0, labels), f"{document.name} (labels)", vocab_size)
-
-
-def check_vocabulary(tokens: NDArray[Any], name: str, vocab_size: int | None) -> None:
-    """Raise DataError unless every token, an integer array, is in [0, vocab_size)."""
-    bad = (tokens < 0) if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
-    if bad.any():
-        position = int(np.argmax(bad))
-        legal = "0 or more" if vocab_size is None else f"[0, {vocab_size}) (the model's vocab_size)"
-        raise DataError(f"sample {name!r}: token {int(tokens[position])} at position {position} is outside {legal}")
-
-
-def _keep(documents: Iterator[Document], config: DataConfig, counts: Counter[str]) -> Iterator[Document]:
-    """The documents that are neither empty nor to be skipped for their length; the others are counted."""
-    limit = config.max_tokens_per_sample
-    for document in documents:
-        if document.num_tokens == 0:
-            counts["empty"] += 1
-        elif limit is None or document.num_tokens <= limit or config.overlong == "truncate":
-            yield document
-        elif config.overlong == "skip":
-            counts["skipped"] += 1
-        else:
-            raise DataError(
-                f"sample {document.name!r} has {document.num_tokens} tokens, max_tokens_per_sample={limit}; "
-                "raise it, or set overlong to 'skip' or 'truncate'"
-            )
-
-
-def _choose(documents: list[Document], config: DataConfig) -> list[Document]:
-    if config.max_samples is None or len(documents) <= config.max_samples:
-        return documents
-    random = np.random.default_rng(config.seed)
-    return [documents[i] for i in np.sort(random.choice(len(documents), config.max_samples, replace=False))]
-
-
-def _documents(files: SourceFiles, config: DataConfig, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Every document of the files, empty ones with num_tokens = 0."""
-    unit = "line" if files.format == "jsonl" else "row"
-    for path in files.paths:
-        name = files.name_of(path)
-        if files.format != "text":
-            for number, row in read_rows(path, files.format):
-                yield _row_document(row, f"{name}:{number}", f"{path}, {unit} {number}", config, tokenizer)
-        elif config.source == STDLIB:
-            yield _stdlib_document(path, name, tokenizer)
-        else:
-            yield _text_document(read_text(path), name, tokenizer)
-
-
-def _stdlib_document(path: Path, name: str, tokenizer: Tokenizer) -> Document:
-    """The library ships a few files that are not UTF-8 on purpose; as bytes they are as good as any."""
-    if not isinstance(tokenizer, ByteTokenizer):
-        return _text_document(read_bytes(path).decode("utf-8", errors="replace"), name, tokenizer)
-    num_bytes = path.stat().st_size
-    return Document(name=name, num_tokens=num_bytes + tokenizer.num_framing_tokens if num_bytes else 0, path=path)
-
-
-def _read_byte_tokens(document: Document) -> TokenIds:
-    assert document.path is not None
-    tokens = ByteTokenizer().encode(read_bytes(document.path))
-    if len(tokens) != document.num_tokens:
-        raise DataError(
-            f"{document.path}: gives {len(tokens)} tokens now, but gave {document.num_tokens} when "
-            "the corpus was loaded; files must not change while they are trained on"
-        )
-    return tokens
-
-
-def _text_document(text: str, name: str, tokenizer: Tokenizer) -> Document:
-    tokens = _compact(tokenizer.encode(text)) if text else np.zeros(0, dtype=np.uint8)
-    return Document(name=name, num_tokens=len(tokens), tokens=tokens)
-
-
-def _row_document(row: dict[str, Any], name: str, where: str, config: DataConfig, tokenizer: Tokenizer) -> Document:
-    if config.text_field is None and "input_ids" in row:
-        if config.tokenizer is not None:
-            raise SpecError(
-                f"tokenizer={config.tokenizer!r} has no effect, since {where} holds input_ids; "
-                "drop it, or set text_field"
-            )
-        return _token_document(row, name, where)
-    field = config.text_field or "text"
-    if not isinstance(row.get(field), str):
-        found = type(row[field]).__name__ if field in row else "missing"
-        raise DataError(
-            f"{where}: {field!r} should be a string, but is {found}; fields: {sorted(row)}; "
-            "set text_field, or give input_ids"
-        )
-    return _text_document(row[field], name, tokenizer)
-
-
-def _token_document(row: dict[str, Any], name: str, where: str) -> Document:
-    tokens = _int_list(row["input_ids"], "input_ids", where)
-    if not len(tokens):
-        raise DataError(f"{where}: input_ids is empty; a sample has at least one token")
-    labels = row.get("labels")
-    if labels is not None:
-        labels = _int_list(labels, "labels", where)
-        if len(labels) != len(tokens):
-            raise DataError(
-                f"{where}: {len(labels)} labels for {len(tokens)} input_ids; give one each, {IGNORED_LABEL} to ignore"
-            )
-    return Document(
+def _load_part(
+    name: str, config: SourceConfig, data: DataConfig, limit: Limit, reader: DocumentReader, rows: Rows | None
+) -> tuple[Part, SourceReport]:
+    source = open_source(config, rows)
+    store = _load_store(source, reader, data)
+    if store.first_fault is not None and data.bad_rows == "error":
+        raise DataError(store.first_fault)
+    fitting = _fitting(store, limit)
+    kept = _choose(fitting, config.max_samples, data.seed)
+    lengths = np.array([limit.cut(length) for length in store.lengths[kept].tolist()], dtype=np.int64)
+    report = SourceReport(
         name=name,
-        num_tokens=len(tokens),
-        tokens=_compact(tokens),
-        labels=None if labels is None else _compact(labels),
+        weight=config.weight if isinstance(config, WeightedSource) else None,
+        files=len(source.files),
+        ignored_files=source.ignored,
+        bad_files=store.counts["bad_files"],
+        bad_rows=store.counts["bad_rows"],
+        samples=len(kept),
+        tokens=int(lengths.sum()),
+        skipped=len(store) - len(fitting),
+        truncated=int((lengths < store.lengths[kept]).sum()),
+        empty=store.counts["empty"],
+        not_chosen=len(fitting) - len(kept),
     )
+    if not len(kept):
+        raise DataError(f"{_called(name, config)}: no samples ({report}); change source, extensions or limits")
+    weight = config.weight if isinstance(config, WeightedSource) else 1.0
+    return Part(name=name, weight=weight, store=store, kept=kept, lengths=lengths), report
 
 
-def _int_list(value: Any, field: str, where: str) -> Ints:
-    if not isinstance(value, list) or not all(type(item) is int and abs(item) < 2**31 for item in value):
-        raise DataError(f"{where}: {field} is not a list of whole numbers")
-    return np.array(value, dtype=np.int64)
+def _called(name: str, config: SourceConfig) -> str:
+    return f"mixture.{name}, source={config.source!r}" if name else f"source={config.source!r}"
 
 
-def _compact(tokens: TokenIds) -> TokenIds:
-    """The same integers in the smallest dtype that holds them, since every process keeps them in memory."""
-    return tokens.astype(np.promote_types(np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max())))
+def _load_store(source: Source, reader: DocumentReader, data: DataConfig) -> TokenStore:
+    build = partial(_build_store, source, reader, skip=data.bad_rows == "skip")
+    if data.cache_dir is None:
+        return store_in_memory(build)
+    if source.fingerprint is None:
+        raise SpecError(
+            f"cache_dir={data.cache_dir!r} has no effect: nothing tells whether rows= are still the same (a "
+            "datasets.Dataset would); leave it out"
+        )
+    identity = f"{source.fingerprint}\n{reader.fingerprint}"
+    key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    return cached_store(Path(data.cache_dir), key, build)
+
+
+def _build_store(source: Source, reader: DocumentReader, writer: StoreWriter, save: Save, *, skip: bool) -> TokenStore:
+    """Read every row. Raises the first DataError unless `skip`."""
+    counts: Counter[str] = Counter(bad_files=0, bad_rows=0, empty=0, chats=0)
+    first_fault: str | None = None
+    for row, document in reader.read(source.read()):
+        if isinstance(document, DataError):
+            if not skip:
+                raise document
+            first_fault = first_fault or str(document)
+            counts["bad_rows" if row.number else "bad_files"] += 1
+        elif not len(document.tokens):
+            counts["empty"] += 1
+        else:
+            counts["chats"] += document.is_chat
+            writer.add(row.file, row.number, document.tokens, document.labels)
+    return writer.finish(save, files=source.files, counts=counts, first_fault=first_fault)
+
+
+def _fitting(store: TokenStore, limit: Limit) -> Ints:
+    """Indices of the samples that are to be kept. Raises the DataError of the first one that may not be there."""
+    longer = np.flatnonzero(store.lengths > (limit.max_tokens or np.inf))
+    left_out = [index for index in longer.tolist() if not limit.fits(int(store.lengths[index]), store.name(index))]
+    return np.setdiff1d(np.arange(len(store)), left_out)
+
+
+def _choose(fitting: Ints, max_samples: int | None, seed: int) -> Ints:
+    if max_samples is None or len(fitting) <= max_samples:
+        return fitting
+    return fitting[np.sort(np.random.default_rng(seed).choice(len(fitting), max_samples, replace=False))]
+
+
+def _check_vocabulary(part: Part, vocab_size: int | None) -> None:
+    """Tokens are looked at only where the largest of the store is too large, to find the sample."""
+    if vocab_size is not None and part.store.largest_id >= vocab_size:
+        for index in range(len(part.kept)):
+            sample = part.read(index)
+            check_ids(sample.input_ids, sample.labels, vocab_size, f"sample {sample.name!r}")

@@ -1,13 +1,12 @@
 """The planned loader: any dataset of token lists in, planned micro-batches of this rank's tokens out.
 
-Every rank iterates the same samples in the same order and plans by itself; ranks compare digests before they use a
-plan.
+Every rank sees the same samples in the same order and plans by itself; ranks compare digests before they use a plan.
+Of a dataset that knows its lengths and digests a rank reads the samples that it holds a part of, of any other all.
 Planning, routes and token slicing of coming steps run on a thread ahead of the step that needs them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import queue
@@ -16,18 +15,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.data.corpus import IGNORED_LABEL
-from layerwise.data.sampler import group_stream
+from layerwise.data.ids import IGNORED_LABEL
+from layerwise.data.sampler import StepSampler, group_stream
+from layerwise.data.step_samples import (
+    KnowsItsSamples,
+    SampleTokens,
+    StepSamples,
+    known_samples,
+    read_samples,
+    read_tokens,
+)
+from layerwise.data.window import exchange_within_windows
 from layerwise.errors import DataError
 from layerwise.exchange import Meter
 from layerwise.groups import World
-from layerwise.plan import Ints, StepPlan
+from layerwise.plan import StepPlan
 from layerwise.runtime import Routes, agree, build_routes, use_routes
 
 Planner = Callable[[Sequence[int]], StepPlan]
@@ -90,6 +99,10 @@ class PlannedLoader:
     tokens_per_step: for an iterable dataset, how many tokens make a step.
     vocab_size: tokens outside [0, vocab_size) raise DataError that names the sample.
     prefetch: steps planned ahead.
+    planning_window_steps: for an iterable dataset, in how many consecutive steps samples change places (see
+        layerwise.data.window); 1: none does. For a map-style one StepSampler does it.
+    first_step: where to begin, for a run that goes on. Nothing of the steps before it is planned; of a map-style
+        dataset nothing is read either, an iterable one is read up to there. `Step.index` starts here.
     """
 
     dataset: Any
@@ -99,6 +112,8 @@ class PlannedLoader:
     tokens_per_step: int | None = None
     vocab_size: int | None = None
     prefetch: int = 2
+    first_step: int = 0
+    planning_window_steps: int = 1
     backend: str = "auto"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -111,6 +126,10 @@ class PlannedLoader:
             raise DataError("steps= needs a map-style dataset; give tokens_per_step= for an iterable one")
         if self.prefetch < 1:
             raise DataError(f"prefetch={self.prefetch} must be at least 1")
+        if self.first_step < 0:
+            raise DataError(f"first_step={self.first_step} must be at least 0")
+        if self.steps is not None and self.planning_window_steps != 1:
+            raise DataError("planning_window_steps has no effect with steps=; give StepSampler window_steps")
 
     def __iter__(self) -> Iterator[Step]:
         ahead = _Ahead(self._planned(), self.prefetch)
@@ -125,9 +144,10 @@ class PlannedLoader:
             ahead.stop()
 
     def _planned(self) -> Iterator[_PlannedStep]:
-        for index, samples in enumerate(self._samples()):
+        steps = self._streamed_steps() if self.steps is None else self._chosen_steps(self.steps)
+        for index, samples in enumerate(steps, start=self.first_step):
             started = time.perf_counter()
-            plan = self.planner([len(sample) for sample in samples])
+            plan = self.planner(samples.lengths)
             meter = Meter(self.world.ranks_per_node)
             routes = [
                 build_routes(plan, i, self.world, meter=meter, backend=self.backend, device=self.device)
@@ -138,31 +158,47 @@ class PlannedLoader:
             yield _PlannedStep(
                 index=index,
                 plan=plan,
-                sample_ids=tuple(sample.sample_id for sample in samples),
-                content=_content(samples),
+                sample_ids=samples.ids,
+                content=samples.content,
                 microbatches=microbatches,
                 meter=meter,
                 plan_s=plan_s,
             )
 
-    def _samples(self) -> Iterator[list[_Tokens]]:
-        """The samples of each step, the same on every rank."""
-        if self.steps is not None:
-            for ids in self.steps:
-                yield [self._sample(i) for i in ids]
-        elif self.tokens_per_step is not None:
-            stream = (_Tokens.read(item, i, self.vocab_size) for i, item in enumerate(self.dataset))
-            yield from group_stream(stream, self.tokens_per_step)
+    def _chosen_steps(self, steps: Iterable[Sequence[int]]) -> Iterator[StepSamples]:
+        """Steps of a map-style dataset."""
+        steps = steps.after(self.first_step) if isinstance(steps, StepSampler) else islice(steps, self.first_step, None)
+        for chosen in steps:
+            ids = tuple(self._checked_id(i) for i in chosen)
+            if isinstance(self.dataset, KnowsItsSamples):
+                yield known_samples(self.dataset, ids, self.vocab_size)
+            else:
+                yield read_samples(ids, [read_tokens(self.dataset[i], i, self.vocab_size) for i in ids])
 
-    def _sample(self, given_index: Any) -> _Tokens:
+    def _streamed_steps(self) -> Iterator[StepSamples]:
+        """Steps of an iterable dataset."""
+        assert self.tokens_per_step is not None
+        stream = ((i, read_tokens(item, i, self.vocab_size)) for i, item in enumerate(self.dataset))
+        steps = group_stream(stream, self.tokens_per_step, length=_numbered_length)
+        for step in exchange_within_windows(
+            steps,
+            self.planning_window_steps,
+            self.tokens_per_step,
+            length=_numbered_length,
+            first_step=self.first_step,
+        ):
+            ids, tokens = zip(*step, strict=True)
+            yield read_samples(ids, tokens)
+
+    def _checked_id(self, given: Any) -> int:
         num_samples = len(self.dataset) if isinstance(self.dataset, Sized) else math.inf
         try:
-            index = operator.index(given_index)
+            index = operator.index(given)
         except TypeError:
             index = -1
         if not 0 <= index < num_samples:
-            raise DataError(f"steps= holds sample index {given_index!r}; legal: whole numbers in [0, {num_samples})")
-        return _Tokens.read(self.dataset[index], index, self.vocab_size)
+            raise DataError(f"steps= holds sample index {given!r}; legal: whole numbers in [0, {num_samples})")
+        return index
 
     def _agreed(self, step: _PlannedStep, wait_s: float) -> Step:
         local_valid = sum(int((m.shift_labels != IGNORED_LABEL).sum()) for m in step.microbatches)
@@ -191,70 +227,17 @@ class _PlannedStep:
     plan_s: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """One sample: int64 [L] input ids, and the label of each position: the next token or -100."""
-
-    sample_id: int
-    input_ids: Ints
-    shift_labels: Ints
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    @classmethod
-    def read(cls, item: Any, sample_id: int, vocab_size: int | None) -> _Tokens:
-        ids = _whole_numbers(_field(item, "input_ids", item), f"sample {sample_id}: input_ids")
-        given = _field(item, "labels", None)
-        labels = ids if given is None else _whole_numbers(given, f"sample {sample_id}: labels")
-        if ids.ndim != 1 or not len(ids):
-            raise DataError(f"sample {sample_id}: expected a non-empty list of token ids, got shape {ids.shape}")
-        if labels.shape != ids.shape:
-            raise DataError(
-                f"sample {sample_id}: {len(ids)} input_ids but labels of shape {labels.shape}; give one label per token"
-            )
-        for name, values in (("token", ids), ("label", labels[labels != IGNORED_LABEL])):
-            if vocab_size is not None and len(values) and not (values.min() >= 0 and values.max() < vocab_size):
-                bad = values.max() if values.max() >= vocab_size else values.min()
-                raise DataError(f"sample {sample_id}: {name} {bad} is not in [0, vocab_size={vocab_size})")
-        return cls(sample_id, ids, np.append(labels[1:], IGNORED_LABEL))
+def _numbered_length(numbered: tuple[int, SampleTokens]) -> int:
+    return len(numbered[1])
 
 
-def _whole_numbers(values: Any, where: str) -> Ints:
-    """int64 of values that are whole numbers already; floats are not rounded and text is not parsed."""
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError) as error:
-        raise DataError(f"{where}: not a list of whole numbers: {error}") from None
-    if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"{where}: expected whole numbers that fit 64 bits, got {array.dtype}")
-    return array.astype(np.int64)
-
-
-def _content(samples: list[_Tokens]) -> int:
-    """A 56-bit hash of which samples these are and of their tokens: ranks of a group must see the same."""
-    state = hashlib.blake2b(digest_size=7)
-    for sample in samples:
-        state.update(
-            sample.sample_id.to_bytes(8, "little") + sample.input_ids.tobytes() + sample.shift_labels.tobytes()
-        )
-    return int.from_bytes(state.digest(), "big")
-
-
-def _field(item: Any, name: str, default: Any) -> Any:
-    if isinstance(item, dict):
-        if "input_ids" not in item:
-            raise DataError(f"a sample that is a mapping needs 'input_ids'; this one has {sorted(item)}")
-        return item.get(name, default)
-    return getattr(item, name, default)
-
-
-def _local_microbatch(plan: StepPlan, index: int, samples: list[_Tokens], routes: Routes) -> Microbatch:
+def _local_microbatch(plan: StepPlan, index: int, samples: StepSamples, routes: Routes) -> Microbatch:
     """Cut this rank's shards out of the samples; labels were shifted before the cut."""
     shards = [s for s in plan.microbatches[index].shards if s.rank == routes.world.rank]
+    tokens = [samples.tokens(s.sample) for s in shards]
 
     def packed(name: str) -> Tensor:
-        parts = [getattr(samples[s.sample], name)[s.lo : s.hi] for s in shards]
+        parts = [getattr(sample, name)[s.lo : s.hi] for sample, s in zip(tokens, shards, strict=True)]
         whole = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         return torch.from_numpy(whole).to(routes.position_ids.device)
 

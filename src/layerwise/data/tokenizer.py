@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import DataError, SpecError, UnsupportedError
+from layerwise.plan import Ints
 
 TokenIds = NDArray[np.integer[Any]]
 
@@ -20,8 +23,18 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int:
         """Every id is in [0, vocab_size)."""
 
-    def encode(self, text: str) -> TokenIds:
-        """Token ids of one whole document, integers [tokens], with the special tokens that frame it."""
+    @property
+    def fingerprint(self) -> str:
+        """Changes where ids may change."""
+
+    def encode(self, texts: Sequence[str | bytes]) -> list[TokenIds]:
+        """Token ids of whole documents, integers [tokens] each, with the special tokens that frame them.
+
+        Bytes are text that need not be UTF-8.
+        """
+
+    def encode_rendered(self, text: str) -> tuple[TokenIds, Ints]:
+        """Token ids of a text that holds its special tokens already, and the character where each token starts."""
 
 
 class ByteTokenizer:
@@ -31,12 +44,19 @@ class ByteTokenizer:
     eos_id = 257
     pad_id = 258
     vocab_size = 259
-    num_framing_tokens = 2
+    fingerprint = "bytes"
 
-    def encode(self, text: str | bytes) -> TokenIds:
-        """uint16 [bytes + 2]: begin of text, the bytes, end of text."""
-        data = text.encode() if isinstance(text, str) else text
-        ids = np.empty(len(data) + self.num_framing_tokens, dtype=np.uint16)
+    def encode(self, texts: Sequence[str | bytes]) -> list[TokenIds]:
+        """uint16 [bytes + 2] each: begin of text, the bytes, end of text."""
+        return [self._frame(text.encode() if isinstance(text, str) else text) for text in texts]
+
+    def encode_rendered(self, text: str) -> tuple[TokenIds, Ints]:
+        """The bytes, uint8 [bytes], and int64 [bytes]."""
+        widths = [len(character.encode()) for character in text]
+        return np.frombuffer(text.encode(), dtype=np.uint8), np.repeat(np.arange(len(text)), widths)
+
+    def _frame(self, data: bytes) -> TokenIds:
+        ids = np.empty(len(data) + 2, dtype=np.uint16)
         ids[0], ids[1:-1], ids[-1] = self.bos_id, np.frombuffer(data, dtype=np.uint8), self.eos_id
         return ids
 
@@ -63,11 +83,20 @@ class HuggingFaceTokenizer:
             self._backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every fault
             raise DataError(f"{path}: not a readable tokenizer file: {error}") from None
-        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=0)
+        self.fingerprint = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
-    def encode(self, text: str) -> TokenIds:
-        """int64 [tokens], with the special tokens that the file's post-processor adds."""
-        return np.array(self._backend.encode(text).ids, dtype=np.int64)
+    def encode(self, texts: Sequence[str | bytes]) -> list[TokenIds]:
+        """int64 [tokens] each, with the special tokens that the file's post-processor adds."""
+        whole = [text if isinstance(text, str) else text.decode("utf-8", "replace") for text in texts]
+        return [np.array(found.ids, dtype=np.int64) for found in self._backend.encode_batch_fast(whole)]
+
+    def encode_rendered(self, text: str) -> tuple[TokenIds, Ints]:
+        """int64 [tokens] each."""
+        found = self._backend.encode(text, add_special_tokens=False)
+        return np.array(found.ids, dtype=np.int64), np.array([start for start, _ in found.offsets], dtype=np.int64)
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
