@@ -51,8 +51,10 @@ def build_model() -> PreTrainedModel:
     return model
 
 
-def finetune(model: PreTrainedModel, world: World, strategy: str, num_steps: int) -> list[float]:
-    """Train on this rank; the losses of all steps, the same on every rank."""
+def build_loader(
+    model: PreTrainedModel, world: World, strategy: str, num_steps: int, seed: int = 0
+) -> lw.PlannedLoader:
+    """Planned steps of the texts."""
     dataset = texts()
     cluster = lw.ClusterSpec(
         num_nodes=world.num_ranks // world.ranks_per_node,
@@ -60,13 +62,21 @@ def finetune(model: PreTrainedModel, world: World, strategy: str, num_steps: int
         peak_flops_per_s=1e9,  # so slow that wide groups pay even for this model
     )
     planner = lw.Planner(
-        strategy=strategy, cluster=cluster, model=lwhf.model_spec(model.config), max_tokens_per_rank=512
+        strategy=strategy,
+        cluster=cluster,
+        model=lwhf.model_spec(model.config),
+        max_tokens_per_rank=16 + 512 // world.num_ranks,
     )  # *
-    steps = lw.StepSampler([len(sample) for sample in dataset], tokens_per_step=600, num_steps=num_steps)
-    loader = lw.PlannedLoader(dataset=dataset, planner=planner, world=world, steps=steps, vocab_size=256)
+    lengths = [len(sample) for sample in dataset]
+    steps = lw.StepSampler(lengths, tokens_per_step=600, num_steps=num_steps, seed=seed)
+    return lw.PlannedLoader(dataset=dataset, planner=planner, world=world, steps=steps, vocab_size=256)
+
+
+def finetune(model: PreTrainedModel, world: World, strategy: str, num_steps: int) -> list[float]:
+    """Train on this rank; the losses of all steps, the same on every rank."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, total = [], torch.zeros(())
-    for batch in lwhf.batches(loader):  # *
+    for batch in lwhf.batches(build_loader(model, world, strategy, num_steps)):  # *
         with batch.routes():  # *
             loss = lwhf.loss(model, batch)  # *
         loss.backward()

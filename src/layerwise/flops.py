@@ -18,8 +18,10 @@ BACKWARD_ATTENTION_MODEL = 2.0
 
 
 def attention_weights(model: ModelSpec, kind: LayerKind) -> int:
-    """Parameters of one layer's Q, K, V and output projections, and of its output gate where it has one."""
+    """Parameters of one layer's Q, K, V and output projections, its output gate, or its mixer in one piece."""
     spec = model.attention(kind)
+    if spec.mixer:
+        return spec.mixer.num_weights
     gate = spec.num_heads * spec.v_head_dim if model.output_gate else 0
     return model.hidden_size * ((spec.num_heads + spec.num_kv_heads) * (spec.head_dim + spec.v_head_dim) + gate)
 
@@ -37,9 +39,13 @@ def expert_weights(model: ModelSpec) -> int:
 
 
 def linear_flops_per_token(model: ModelSpec, kind: LayerKind) -> float:
-    """Forward FLOPs per token of one layer but for attention scores: projections, active MLPs; the kind's mean."""
+    """Forward FLOPs per token of one layer, where its shards are: projections, active MLPs; the kind's mean.
+
+    A mixer in one piece projects where its tiles are: `AttentionSpec.linear_pairs` counts that.
+    """
     active_experts = model.moe_share(kind) * model.experts_per_token
-    return 2 * (dense_weights(model, kind) + active_experts * expert_weights(model))
+    at_tiles = attention_weights(model, kind) if model.attention(kind).mixer else 0
+    return 2 * (dense_weights(model, kind) - at_tiles + active_experts * expert_weights(model))
 
 
 def head_flops_per_token(model: ModelSpec) -> int:

@@ -115,11 +115,14 @@ class SiteElements(NamedTuple):
 
 
 def elements(transfers: Transfers, tiles: Table[Tile], spec: AttentionSpec) -> SiteElements:
-    """Elements (not bytes) that each transfer moves; K and V rows travel once per KV head, never expanded."""
+    """Elements (not bytes) that each transfer moves; K and V rows travel once per KV head, never expanded.
+
+    A mixer in one piece has hidden states for Q rows, and no K and V rows.
+    """
     h0, h1 = tiles.column("h0")[transfers.tile], tiles.column("h1")[transfers.tile]
     kv0, kv1 = spec.kv_range(h0, h1)
     queries, keys = transfers.q_hi - transfers.q_lo, transfers.k_hi - transfers.k_lo
-    q_rows, kv_rows = queries * (h1 - h0), keys * (kv1 - kv0)
+    q_rows, kv_rows = queries * (h1 - h0), keys * (kv1 - kv0) * (spec.mixer is None)
     return SiteElements(q_rows * spec.head_dim + kv_rows * (spec.head_dim + spec.v_head_dim), q_rows * spec.v_head_dim)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 VOCAB = 61
-F, S, C = "full_attention", "sliding_attention", "chunked_attention"
+F, S, C, L = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 HYBRID = [S, S, F]
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -25,6 +25,20 @@ BASE: dict[str, Any] = {
 }
 SLIDING = {"layer_types": HYBRID, "sliding_window": 7}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA_NET = {
+    "layer_types": [L, L, F],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 # What each family's config has beyond BASE.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -59,6 +73,19 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "qwen3_next": DELTA_NET | MOE | {"norm_topk_prob": True, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | MOE | {"shared_expert_intermediate_size": 16},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": MAMBA
+    | {
+        "layer_types": [L, F, L],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+        "attention_multiplier": 0.3,
+    },
+    "lfm2": {"layer_types": ["conv", F, "conv"], "block_auto_adjust_ff_dim": False},
     # Both kinds have layers that reuse an earlier layer's keys and values.
     "gemma4_text": MOE
     | {

@@ -22,20 +22,23 @@ from tests.hf.harness import (
 from tests.hf.models import TINY, InFloat64, tiny_model
 
 LENGTHS = (37, 12, 1, 23)
+RANKS = (4, 16)
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
 def rows() -> Iterator[list[str]]:
     """One row per family, after the header."""
-    yield ["model type", "layers", "heads", *(f"`{strategy}`" for strategy in STRATEGIES), "packed, without layerwise"]
+    strategies = (f"`{strategy}`, {' / '.join(map(str, RANKS))} ranks" for strategy in STRATEGIES)
+    yield ["model type", "layers", "heads", *strategies, "packed, without layerwise"]
     samples = make_samples(LENGTHS)
     for name in sorted(TINY):
         model = tiny_model(name)
         ours, expected = applied(model), one_at_a_time(model, samples)
         errors = []
         for strategy in STRATEGIES:
-            result, _ = on_ranks(ours, samples, planner_for(strategy, 4, model.config, LENGTHS), 4)
-            errors.append(f"{largest_error(model, result, expected)[0]:.0e}")
+            planners = {num_ranks: planner_for(strategy, num_ranks, model.config, LENGTHS) for num_ranks in RANKS}
+            results = [on_ranks(ours, samples, planner, num_ranks)[0] for num_ranks, planner in planners.items()]
+            errors.append(" / ".join(f"{largest_error(model, result, expected)[0]:.0e}" for result in results))
         yield [name, *_covers(ours.config), *errors, _leak(model, samples, expected.logits)]
 
 
@@ -46,6 +49,7 @@ def _covers(config: Any) -> tuple[str, str]:
     heads = {
         f"{a.num_heads}/{a.num_kv_heads} x {a.head_dim}{f'/{a.v_head_dim}' if a.v_head_dim != a.head_dim else ''}"
         for a in map(spec.attention, spec.kinds)
+        if not a.linear
     }
     layers = " + ".join(kind.removesuffix("_attention") for kind in spec.kinds)
     return layers + (", experts" if spec.num_experts else ""), ", ".join(sorted(heads))

@@ -15,8 +15,9 @@ import layerwise.hf as lwhf
 from layerwise import ModelSpec, PlannedLoader, solo_world
 from layerwise.errors import SpecError, UnsupportedError
 from layerwise.hf.attention import attention_function
+from layerwise.hf.families import AUX_LOSS_FAMILIES
 from tests.hf.harness import Samples, applied, assert_equal, make_samples, on_ranks, one_at_a_time, planner_for
-from tests.hf.models import BASE, tiny_model
+from tests.hf.models import BASE, TINY, tiny_model
 
 LENGTHS = (37, 12, 1, 23)
 
@@ -39,7 +40,7 @@ def test_float32_with_the_default_kernels(name: str) -> None:
     assert_equal(model, ours, one_at_a_time(model, samples), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", sorted(AUX_LOSS_FAMILIES))
 @pytest.mark.parametrize("lengths", [LENGTHS, (3,)], ids=["mixed", "three tokens"])
 def test_router_loss_equals_one_process(name: str, lengths: tuple[int, ...]) -> None:
     model = copy.deepcopy(tiny_model(name))
@@ -161,7 +162,8 @@ def test_unknown_arguments_of_an_attention_call_raise(changes: dict[str, Any]) -
     ("name", "changes", "message"),
     [
         ("gemma2", {}, "soft-capped"),
-        ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}, "do not use the attention registry"),
+        ("jamba", {}, "state-space layers"),
+        ("bamba", TINY["bamba"] | {"z_loss_coefficient": 0.1}, "set it to 0"),
         ("mistral", {}, "has not been compared"),
         ("llama", {"attention_dropout": 0.1}, "set it to 0"),
         (

@@ -1,8 +1,9 @@
-"""The fine-tuning example: its losses do not depend on the strategy or the number of ranks."""
+"""The examples: their losses do not depend on the strategy, the number of ranks or who runs the loop."""
 
 from __future__ import annotations
 
 import copy
+import re
 import runpy
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from layerwise import LocalWorld, solo_world
+from tests.hf.ranks import run_ranks
 
-EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hf_finetune.py"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = runpy.run_path(str(EXAMPLES / "hf_finetune.py"))
 
 
 def test_losses_are_those_of_one_process() -> None:
@@ -23,3 +26,52 @@ def test_losses_are_those_of_one_process() -> None:
         ranks = LocalWorld(4, 2).run(lambda world, s=strategy: finetune(copy.deepcopy(model), world, s, 2))
         assert all(losses == ranks[0] for losses in ranks)
         assert ranks[0] == pytest.approx(alone, abs=1e-4)
+
+
+def numbers(name: str, text: str) -> list[float]:
+    """The numbers printed after a name."""
+    return [float(value) for value in re.findall(rf"\b{name}\b'?:? +'?([0-9.]+)", text)]
+
+
+TRAINER, ACCELERATE = EXAMPLES / "hf_trainer.py", EXAMPLES / "hf_accelerate.py"
+FOUR_STEPS = ("--steps", 4, "--save-steps", 2)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Trainer on one rank: the folder with the model, and what it printed."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run_ranks(1, TRAINER, *FOUR_STEPS, "--out", folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_trainer_on_four_ranks_trains_evaluates_and_resumes_as_on_one(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    """Gradient norms tell a wrong scale of the gradients, which Adam would hide."""
+    four = run_ranks(4, TRAINER, "--steps", 2, "--save-steps", 2, "--out", tmp_path)
+    four += run_ranks(4, TRAINER, *FOUR_STEPS, "--resume", "--out", tmp_path)
+    for name, count in (("loss", 4), ("grad_norm", 4), ("eval_loss", 2)):
+        expected = numbers(name, alone[1])
+        assert len(expected) == count
+        assert numbers(name, four) == pytest.approx(expected, abs=2e-3)
+    assert_plain_checkpoints_alike(tmp_path, alone[0])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_accelerate_with_fsdp2_trains_as_trainer_does(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    """Same samples, learning rate and clipping, another strategy, and parameters sharded over four ranks."""
+    sharded = run_ranks(4, ACCELERATE, "--steps", 4, "--strategy", "dynamic", "--out", tmp_path)
+    assert numbers("loss", sharded) == pytest.approx(numbers("loss", alone[1]), abs=2e-3)
+    assert numbers("gradient norm", sharded) == pytest.approx(numbers("grad_norm", alone[1]), abs=2e-3)
+    assert_plain_checkpoints_alike(tmp_path, alone[0])
+
+
+def assert_plain_checkpoints_alike(one: Path, other: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    # Adam's first steps magnify rounding where a gradient is almost zero.
+    assert all(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 0.05 for name in ours)

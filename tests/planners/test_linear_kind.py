@@ -1,16 +1,20 @@
 """Linear mixers: planned with heads split and samples whole, refused where something would have to run them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from layerwise.errors import SpecError
+from layerwise.flops import attention_flops, dense_weights, linear_flops_per_token
 from layerwise.groups import solo_world
 from layerwise.model.transformer import HybridLM
 from layerwise.plan import Parent
 from layerwise.planners import STRATEGIES, plan_step
-from layerwise.planners.layout import place, tile_rows
+from layerwise.planners.layout import lay_out, place, tile_rows
 from layerwise.runtime import build_routes
-from layerwise.spec import AttentionSpec
+from layerwise.spec import AttentionSpec, Mixer
+from layerwise.traffic import elements, match
 from tests.planners.builders import long_tailed, make_cluster, make_model
 
 KINDS = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
@@ -57,3 +61,45 @@ def test_the_reference_model_refuses_what_it_lacks() -> None:
     ):
         with pytest.raises(SpecError, match=message):
             HybridLM(model)
+
+
+WHOLE = make_model(
+    layer_types=KINDS, sliding_window=None, linear_mixer=Mixer(num_weights=32 * 96, state_flops=4096), num_kv_heads=2
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mixer_in_one_piece_runs_each_sample_on_one_rank(strategy: str) -> None:
+    lengths = [*long_tailed(1, 40, 400), 3000]
+    plan = plan_step(lengths, cluster=make_cluster(16), model=WHOLE, strategy=strategy, max_tokens_per_rank=600)
+    tiles = np.concatenate([microbatch.tiles["linear_attention"].rows for microbatch in plan.microbatches])
+    sample, _, q0, q1, k0, h0, h1 = tiles[np.argsort(tiles[:, 0])].T
+    assert sample.tolist() == list(range(len(lengths)))
+    assert q1.tolist() == lengths
+    assert {(*row,) for row in np.stack([q0, k0, h0, h1], axis=1).tolist()} == {(0, 0, 0, 1)}
+
+
+def test_a_mixer_in_one_piece_moves_hidden_states_and_is_counted_once() -> None:
+    """Elements of one sample on 4 ranks, and FLOPs of its layer: from projections and state, at the tile only."""
+    spec = WHOLE.attention("linear_attention")
+    microbatch = lay_out(np.array([40]), {"linear_attention": spec}, [Parent(first_rank=0, sp_degree=4, samples=(0,))])
+    tiles = microbatch.tiles["linear_attention"]
+    moved = elements(match(microbatch.shards, tiles), tiles, spec)
+    assert moved.to_tiles.tolist() == moved.from_tiles.tolist() == [10 * 32] * 4
+    token_flops = 2 * 32 * 96 + 4096
+    assert attention_flops(tiles, spec).sum() == pytest.approx(40 * token_flops, rel=0.02)  # rounded up to whole pairs
+    mlp = 2 * 3 * 32 * 64
+    assert linear_flops_per_token(WHOLE, "linear_attention") == mlp
+    assert dense_weights(WHOLE, "linear_attention") == 32 * 96 + mlp / 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layer_types": ("full_attention",)}, "linear_mixer has no effect"),
+        ({"num_heads_by_kind": HEADS}, "num_heads_by_kind has no effect on linear_attention layers"),
+    ],
+)
+def test_a_mixer_that_would_have_no_effect_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(**{"layer_types": KINDS, "sliding_window": None, "linear_mixer": WHOLE.linear_mixer} | settings)

@@ -20,14 +20,11 @@ from torch import Tensor
 
 from layerwise import runtime
 from layerwise.errors import SpecError, UnsupportedError
+from layerwise.hf.calls import NAME, ROUTES, eager, is_empty, padded_positions, routes_of_call
+from layerwise.hf.mixers import wrap_mixers
 from layerwise.hf.spec import layer_kinds, model_spec
 from layerwise.runtime import Routes
 
-NAME = "layerwise"
-ROUTES = "layerwise_routes"
-
-# Keyword arguments of attention calls that do not change what is computed here.
-_HARMLESS = frozenset({"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict"})
 # Arguments of a model's forward that would be wrong on a part of the tokens, or have no effect.
 _REFUSED_INPUTS = {
     "attention_mask": "the plan knows where samples begin and end, and nothing is padded; leave it out",
@@ -41,7 +38,7 @@ _REFUSED_INPUTS = {
 
 
 def apply(model: Any) -> None:
-    """Make the attention layers of a transformers model follow `routes()`; the model is called as before.
+    """Make the layers of a transformers model follow `routes()`; the model is called as before.
 
     Weights, modules and checkpoints stay as they are, and `model.set_attn_implementation("sdpa")` undoes it.
     Raises UnsupportedError for model types and options that cannot be trained exactly.
@@ -52,18 +49,20 @@ def apply(model: Any) -> None:
         raise UnsupportedError(
             f"layerwise.hf needs transformers 5.20 or later of version 5: pip install 'layerwise[hf]' ({error})"
         ) from error
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) or model._compiled_call_impl is not None:
+        compiled = " that is compiled" if isinstance(model, PreTrainedModel) else ""
         raise UnsupportedError(
-            f"apply() takes a transformers PreTrainedModel, got {type(model).__name__}: call it before wrapping or "
-            "compiling the model"
+            f"apply() takes a transformers PreTrainedModel, got {type(model).__name__}{compiled}: call it before "
+            "wrapping or compiling the model"
         )
     model_spec(model.config)
-    AttentionInterface.register(NAME, attention_function)
+    AttentionInterface.register(NAME, eager(attention_function))
     model.set_attn_implementation(NAME)
     if model.config.get_text_config()._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} does not look its attention up by name")
-    if _prepare_inputs not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
+    wrap_mixers(model)
+    if eager(_prepare_inputs) not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(eager(_prepare_inputs), with_kwargs=True)
 
 
 def attention_function(
@@ -80,27 +79,14 @@ def attention_function(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The contract of transformers' AttentionInterface: query [1, H, T, D] -> [1, T, H, Dv], and no scores."""
-    routes: Routes = others.pop(ROUTES, None) or runtime.current_routes()
     others |= {"attention_mask": attention_mask, "dropout": dropout or None}
-    unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
-    if unknown:
-        raise UnsupportedError(f"{type(module).__name__} asks for {unknown}, which layerwise would have to ignore")
+    routes = routes_of_call(type(module).__name__, others)
     num_padding = query.shape[2] - len(routes.position_ids) if is_empty(routes) else 0
     query = _true_temperature(module, query, routes)
     q, k, v = (x[0, :, num_padding:].transpose(0, 1) for x in (query, key, value))
     kind = layer_kinds(module.config)[module.layer_idx]
     out = runtime.attention(q, k, v, kind=kind, window=sliding_window, scale=scaling, sinks=s_aux, routes=routes)
     return F.pad(out, (0, 0, 0, 0, num_padding, 0))[None], None
-
-
-def is_empty(routes: Routes) -> bool:
-    """Whether this rank holds no token, and runs on a padding token."""
-    return not len(routes.position_ids)
-
-
-def padded_positions(routes: Routes) -> Tensor:
-    """int64 [T], or [1] on a rank without tokens."""
-    return routes.position_ids.new_zeros(1) if is_empty(routes) else routes.position_ids
 
 
 def _true_temperature(module: Any, query: Tensor, routes: Routes) -> Tensor:

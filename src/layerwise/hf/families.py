@@ -10,6 +10,7 @@ from layerwise.errors import UnsupportedError
 FAMILIES = frozenset(
     {
         "afmoe",
+        "bamba",
         "cohere2",
         "cohere2_moe",
         "exaone4",
@@ -17,34 +18,43 @@ FAMILIES = frozenset(
         "gemma3_text",
         "gemma4_text",
         "gpt_oss",
+        "granitemoehybrid",
+        "lfm2",
         "llama",
         "llama4_text",
         "mimo_v2_flash",
         "ministral",
         "olmo3",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
+        "qwen3_next",
         "smollm3",
     }
 )
 
 # Families whose own forward adds the load-balancing loss where config.output_router_logits is set.
-AUX_LOSS_FAMILIES = frozenset({"gpt_oss", "qwen3_moe"})
+AUX_LOSS_FAMILIES = frozenset({"gpt_oss", "granitemoehybrid", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"})
 
-_LINEAR = "it has linear-attention, state-space or convolution layers, which do not use the attention registry"
+# Families with linear-attention, state-space or convolution layers: what these call their mixer.
+MIXERS = {
+    "bamba": "mamba",
+    "granitemoehybrid": "mamba",
+    "lfm2": "conv",
+    "qwen3_5_moe_text": "linear_attn",
+    "qwen3_5_text": "linear_attn",
+    "qwen3_next": "linear_attn",
+}
+
+_LINEAR = "it has linear-attention or state-space layers, and was not compared with its untouched self"
 REFUSED = {
-    "bamba": _LINEAR,
     "deepseek_v4": "its layers attend to compressed keys, which are not one per token",
     "falcon_h1": _LINEAR,
     "gemma2": "its attention scores are soft-capped, which no kernel here does",
-    "granitemoehybrid": _LINEAR,
     "jamba": _LINEAR,
-    "lfm2": _LINEAR,
     "minimax": _LINEAR,
     "nemotron_h": _LINEAR,
-    "qwen3_5": _LINEAR,
-    "qwen3_5_moe": _LINEAR,
-    "qwen3_next": _LINEAR,
 }
 
 # RoPE whose angles depend on the longest position of a forward pass, of which a rank sees a part.
@@ -61,6 +71,7 @@ def check_family(config: Any) -> None:
         ("attention_dropout", "dropped scores would differ from rank to rank; set it to 0"),
         ("attn_logit_softcapping", "no kernel here caps scores; set it to None"),
         ("use_bidirectional_attention", "plans are for causal attention; set it to False"),
+        ("z_loss_coefficient", "layerwise.hf.loss does not compute it; set it to 0"),
     ):
         if getattr(config, name, None):
             raise UnsupportedError(f"{model_type}: {name}={getattr(config, name)} is refused: {reason}")

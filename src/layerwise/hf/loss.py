@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from layerwise.errors import UnsupportedError
+from layerwise.errors import SpecError, UnsupportedError
 from layerwise.hf.batches import Batch
+from layerwise.hf.calls import NAME
 from layerwise.hf.families import AUX_LOSS_FAMILIES
 from layerwise.loss import balance_loss, token_loss
 from layerwise.plan import HOME
@@ -22,7 +24,7 @@ def loss(model: Any, batch: Batch) -> Tensor:
     With `output_router_logits` in the config it includes the family's load-balancing loss, per sample and weighted by
     tokens. On a rank without tokens every parameter still gets a gradient, of zeros.
     """
-    config = model.config.get_text_config()
+    config = _config(model)
     with_router = bool(getattr(config, "output_router_logits", False))
     if with_router and config.model_type not in AUX_LOSS_FAMILIES:
         raise UnsupportedError(
@@ -35,6 +37,18 @@ def loss(model: Any, batch: Batch) -> Tensor:
         router = _router_loss(output.router_logits, config, batch.step.num_tokens, current_routes())
         total = total + config.router_aux_loss_coef * router
     return total
+
+
+def _config(model: Any) -> Any:
+    """The text config of a model that follows routes, under wrappers or not. Raises SpecError for any other model."""
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    config = bare.config.get_text_config()
+    if config._attn_implementation != NAME:
+        raise SpecError(
+            f"the model's attention is {config._attn_implementation!r}, which would mix up samples: call "
+            "layerwise.hf.apply(model) first"
+        )
+    return config
 
 
 def _router_loss(router_logits: tuple[Tensor, ...], config: Any, num_tokens: int, routes: Routes) -> Tensor:

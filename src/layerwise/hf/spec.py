@@ -7,7 +7,13 @@ from typing import Any, get_args
 
 from layerwise.errors import UnsupportedError
 from layerwise.hf.families import check_family
-from layerwise.spec import CHUNKED, FULL, SLIDING, LayerKind, ModelSpec
+from layerwise.hf.mixer_sizes import linear_mixer
+from layerwise.spec import CHUNKED, FULL, LINEAR, SLIDING, LayerKind, ModelSpec
+
+# What configs call layer kinds that have another name here.
+_ALIASES: dict[str, LayerKind] = {"attention": FULL, "conv": LINEAR, "mamba": LINEAR}
+# Families whose attention output is multiplied by a projected gate.
+_GATED = ("afmoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 def model_spec(config: Any) -> ModelSpec:
@@ -26,7 +32,8 @@ def model_spec(config: Any) -> ModelSpec:
         layer_types=kinds,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        output_gate=text.model_type == "afmoe",
+        output_gate=text.model_type in _GATED,
+        linear_mixer=linear_mixer(text) if LINEAR in kinds else None,
         sliding_window=text.sliding_window if SLIDING in kinds else None,
         attention_chunk_size=text.attention_chunk_size if CHUNKED in kinds else None,
         tie_embeddings=text.tie_word_embeddings,
@@ -38,7 +45,8 @@ def model_spec(config: Any) -> ModelSpec:
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     """The kind of every layer of a text config. Raises UnsupportedError for kinds that layerwise does not know."""
     only = SLIDING if getattr(config, "sliding_window", None) else FULL
-    kinds = getattr(config, "layer_types", None) or [only] * config.num_hidden_layers
+    named = getattr(config, "layer_types", None) or [only] * config.num_hidden_layers
+    kinds = [_ALIASES.get(kind, kind) for kind in named]
     unknown = sorted(set(kinds) - set(get_args(LayerKind)))
     if unknown:
         raise UnsupportedError(f"{config.model_type}: layer kinds {unknown} are refused; legal: {get_args(LayerKind)}")
@@ -56,11 +64,14 @@ def _heads(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
             lambda layer, kind: getattr(layer, "v_head_dim", None) or _head_dim(layer),
         ),
     }
-    layers = {kind: _layer_config(config, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    with_heads = [kind for kind in dict.fromkeys(kinds) if kind != LINEAR]
+    if not with_heads:
+        raise UnsupportedError(f"{config.model_type}: it has no attention layer, so there is nothing to plan")
+    layers = {kind: _layer_config(config, kinds.index(kind)) for kind in with_heads}
     settings: dict[str, Any] = {}
     for name, (exceptions, read) in columns.items():
         values = {kind: read(layer, kind) for kind, layer in layers.items()}
-        settings[name] = values[kinds[0]]
+        settings[name] = values[with_heads[0]]
         settings[exceptions] = {kind: value for kind, value in values.items() if value != settings[name]}
     return settings
 
@@ -82,7 +93,7 @@ def _head_dim(config: Any) -> int:
 def _mlps(config: Any) -> dict[str, int]:
     num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
     if not num_experts:
-        return {"intermediate_size": config.intermediate_size}
+        return {"intermediate_size": _dense_width(config)}
     width = _first(config, "moe_intermediate_size") or config.intermediate_size
     num_dense = _num_dense_layers(config)
     dense_width = _first(config, "intermediate_size_mlp", "prefix_dense_intermediate_size") or config.intermediate_size
@@ -96,10 +107,21 @@ def _mlps(config: Any) -> dict[str, int]:
     }
 
 
+def _dense_width(config: Any) -> int:
+    if config.model_type == "granitemoehybrid":
+        return int(config.shared_intermediate_size)
+    if config.model_type == "lfm2" and config.block_auto_adjust_ff_dim:
+        width = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+        return -(-width // config.block_multiple_of) * config.block_multiple_of
+    return int(config.intermediate_size)
+
+
 def _shared_width(config: Any, width: int) -> int:
     """Llama 4 and Gemma 4 have a dense MLP beside the experts; others count shared experts of the experts' width."""
     if config.model_type in ("llama4_text", "gemma4_text"):
         return int(config.intermediate_size)
+    if width_given := _first(config, "shared_expert_intermediate_size", "shared_intermediate_size"):
+        return width_given
     return _first(config, "num_shared_experts", "n_shared_experts") * width
 
 

@@ -143,7 +143,7 @@ def _exchanges(layer: LayerCost, group: GroupClass) -> bool:
 def _exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
     """Seconds of one layer's exchanges, forward and backward, without latency; equal shards and tiles."""
     spec, cluster = layer.spec, cost.cluster
-    kv_rows = max(spec.num_kv_heads, degree)
+    kv_rows = 0 if spec.mixer else max(spec.num_kv_heads, degree)
     to_tiles = spec.num_heads * spec.head_dim + kv_rows * (spec.head_dim + spec.v_head_dim)
     elements_per_token = to_tiles + spec.num_heads * spec.v_head_dim
     in_node = min(degree, cluster.ranks_per_node)

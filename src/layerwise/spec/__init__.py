@@ -8,7 +8,7 @@
 Units stand in the names. Torch is never imported here, so `layerwise plan` starts in milliseconds.
 """
 
-from layerwise.spec.attention import CHUNKED, FULL, LINEAR, SLIDING, AttentionSpec, LayerKind
+from layerwise.spec.attention import CHUNKED, FULL, LINEAR, SLIDING, AttentionSpec, LayerKind, Mixer
 from layerwise.spec.cluster import ClusterSpec, EfficiencyTable, load_cluster
 from layerwise.spec.model import ModelSpec, load_model
 from layerwise.spec.records import Record, preset_names, read_settings, read_yaml, record_from
@@ -22,6 +22,7 @@ __all__ = [
     "ClusterSpec",
     "EfficiencyTable",
     "LayerKind",
+    "Mixer",
     "ModelSpec",
     "Record",
     "load_cluster",

@@ -19,13 +19,30 @@ LayerKind = Literal["full_attention", "sliding_attention", "chunked_attention", 
 LINEAR_CHUNK_TOKENS = 64
 
 
+class Mixer(Record):
+    """A linear mixer that runs as one module: whole samples, all heads, on one rank.
+
+    num_weights: parameters of one layer's mixer. state_flops: forward FLOPs per token beyond two for each of them.
+    """
+
+    num_weights: int = Field(ge=1)
+    state_flops: int = Field(ge=0)
+
+    @property
+    def token_flops(self) -> int:
+        """Forward FLOPs of one token."""
+        return 2 * self.num_weights + self.state_flops
+
+
 class AttentionSpec(Record):
     """The attention of one kind of layer: head counts, head sizes and the causal mask.
 
     A query at position i sees the keys [first_key(i), i]. `window` counts the query's own token, as
     `sliding_window` does in Hugging Face configs; `chunk` cuts positions into blocks that do not see one another.
     `linear` is a mixer with a state instead of keys (gated delta rule): it reads whole samples in order, so heads can
-    be split over ranks, but a range of queries needs every token before it.
+    be split over ranks, but a range of queries needs every token before it. With `mixer` it is not taken apart: it is
+    one head as wide as the hidden states, which travel to the rank of a sample's only tile, and back, instead of Q, K
+    and V.
     """
 
     num_heads: int = Field(ge=1)
@@ -35,6 +52,7 @@ class AttentionSpec(Record):
     window: int | None = Field(default=None, ge=1)
     chunk: int | None = Field(default=None, ge=1)
     linear: bool = False
+    mixer: Mixer | None = None
 
     @model_validator(mode="after")
     def _check(self) -> AttentionSpec:
@@ -45,6 +63,8 @@ class AttentionSpec(Record):
             )
         if sum((self.window is not None, self.chunk is not None, self.linear)) > 1:
             raise ValueError("a layer kind has one of window, chunk and linear, or none of them")
+        if self.mixer and not (self.linear and self.num_heads == 1 and self.head_dim == self.v_head_dim):
+            raise ValueError("a mixer is linear, and one head with head_dim = v_head_dim = the hidden size")
         return self
 
     @property
@@ -71,8 +91,11 @@ class AttentionSpec(Record):
     def linear_pairs(self) -> int:
         """Query-key pairs that cost as many FLOPs as one token of one head of a linear mixer, rounded up.
 
-        Chunkwise gated delta rule (arXiv 2406.06484, 2412.06464): docs/cost-model.md counts its products.
+        Chunkwise gated delta rule (arXiv 2406.06484, 2412.06464): docs/cost-model.md counts its products. A mixer in
+        one piece brings its own count, projections included.
         """
+        if self.mixer:
+            return -(-self.mixer.token_flops // (2 * (self.head_dim + self.v_head_dim)))
         products = LINEAR_CHUNK_TOKENS * (3 * self.head_dim + 2 * self.v_head_dim) + 6 * self.head_dim * self.v_head_dim
         return -(-products // (2 * (self.head_dim + self.v_head_dim)))
 

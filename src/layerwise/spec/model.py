@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from layerwise.spec.attention import CHUNKED, LINEAR, SLIDING, AttentionSpec, LayerKind
+from layerwise.spec.attention import CHUNKED, LINEAR, SLIDING, AttentionSpec, LayerKind, Mixer
 from layerwise.spec.records import Record, read_settings, record_from
 
 
@@ -15,7 +15,7 @@ class ModelSpec(Record):
 
     The `..._by_kind` settings hold exceptions for models whose layer kinds differ. The first `num_dense_layers` of a
     mixture of experts have a dense MLP of width `intermediate_size`. With `output_gate`, a projection as wide as the
-    attention output multiplies it.
+    attention output multiplies it. With `linear_mixer`, linear layers run their mixers in one piece, on whole samples.
     """
 
     name: str = "model"
@@ -32,6 +32,7 @@ class ModelSpec(Record):
     head_dim_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
     v_head_dim_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
     output_gate: bool = False
+    linear_mixer: Mixer | None = None
     sliding_window: int | None = Field(default=None, ge=1)
     attention_chunk_size: int | None = Field(default=None, ge=1)
     intermediate_size: int = Field(default=0, ge=0, description="dense MLP width; 0 where every layer is MoE")
@@ -68,6 +69,10 @@ class ModelSpec(Record):
             unused = sorted(set(getattr(self, key)) - set(self.layer_types))
             if unused:
                 raise ValueError(f"{key} names {unused}, which layer_types does not use")
+            if self.linear_mixer and LINEAR in getattr(self, key):
+                raise ValueError(f"{key} has no effect on {LINEAR} layers with linear_mixer")
+        if self.linear_mixer and LINEAR not in self.layer_types:
+            raise ValueError(f"linear_mixer has no effect: layer_types has no {LINEAR}")
 
     def _check_mlps(self) -> None:
         if bool(self.num_experts) != bool(self.experts_per_token and self.moe_intermediate_size):
@@ -109,6 +114,11 @@ class ModelSpec(Record):
 
     def attention(self, kind: LayerKind) -> AttentionSpec:
         """The attention of one layer kind."""
+        if kind == LINEAR and self.linear_mixer:
+            width = self.hidden_size
+            return AttentionSpec(
+                num_heads=1, num_kv_heads=1, head_dim=width, v_head_dim=width, linear=True, mixer=self.linear_mixer
+            )
         head_dim = self.head_dim_by_kind.get(kind, self.head_dim)
         return AttentionSpec(
             num_heads=self.num_heads_by_kind.get(kind, self.num_heads),

@@ -1,0 +1,76 @@
+"""Linear-attention, state-space and convolution mixers, which need their samples whole and in order.
+
+Such a mixer does not look anything up by name, so `wrap_mixers` puts a function of ours before its `forward`: hidden
+states travel to the rank of the sample's tile, the mixer runs there on one sample at a time, as it is and without
+padding, and its output travels back; one exchange each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerwise.errors import UnsupportedError
+from layerwise.exchange import Site, exchange
+from layerwise.hf.calls import NAME, eager, is_empty, routes_of_call
+from layerwise.hf.families import MIXERS
+from layerwise.hf.spec import layer_kinds
+from layerwise.runtime import Routes
+from layerwise.spec import LINEAR
+
+
+def wrap_mixers(model: Any) -> None:
+    """Let the mixers of the model's linear layers follow routes. Raises UnsupportedError where they are not found."""
+    config = model.config.get_text_config()
+    kinds = layer_kinds(config)
+    if LINEAR not in kinds:
+        return
+    name = MIXERS[config.model_type]
+    layers = model.get_decoder().layers
+    for layer, kind in zip(layers, kinds, strict=True):
+        mixer = getattr(layer, name, None)
+        if kind != LINEAR:
+            continue
+        if mixer is None:
+            raise UnsupportedError(
+                f"{config.model_type}: a linear layer has no module {name!r} in this version of transformers, so its "
+                "samples would be mixed up; docs/huggingface.md has the versions that work"
+            )
+        if not isinstance(mixer.forward, WholeSamples):
+            mixer.forward = WholeSamples(mixer.forward, config)
+
+
+class WholeSamples:
+    """A mixer's `forward` with the plan around it: hidden_states [1, T, C] to [1, T, C], of this rank's tokens."""
+
+    def __init__(self, forward: Callable[..., Tensor], config: Any) -> None:
+        self.forward, self.config = forward, config
+
+    def __call__(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        if self.config._attn_implementation != NAME:
+            return self.forward(hidden_states, **others)
+        routes = routes_of_call("linear mixer", others)
+        num_padding = int(is_empty(routes))
+        out = eager(mix)(hidden_states[0, num_padding:], self.forward, routes)
+        return F.pad(out, (0, 0, num_padding, 0))[None]
+
+
+def mix(hidden: Tensor, mixer: Callable[[Tensor], Tensor], routes: Routes) -> Tensor:
+    """The mixer's output for this rank's tokens, [T, C] to [T, C], computed sample by sample wherever the plan says.
+
+    A rank without samples runs the mixer on one token of zeros, so that its parameters get gradients, of zeros.
+    """
+    route = routes.by_kind[LINEAR]
+    site = Site(LINEAR, routes.world.comm(route.block), routes.meter)
+    (rows,) = exchange((hidden,), route.to_tiles[:1], site)
+    lengths = [length for call in route.calls for length in call.segments.q_lens]
+    if lengths:
+        out = torch.cat([mixer(sample[None])[0] for sample in rows.split(lengths)])
+    else:
+        out = mixer(F.pad(rows, (0, 0, 0, 1))[None])[0, :0]
+    (local,) = exchange((out,), route.from_tiles, site)
+    return local
