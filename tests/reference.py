@@ -123,7 +123,7 @@ def _moe(x: Tensor, layer: dict[str, Tensor], spec) -> tuple[Tensor, Tensor]:
     weights = weights / weights.sum(-1, keepdim=True)
     output = torch.zeros_like(x)
     for expert in range(spec.num_experts):
-        run = _swiglu(x, layer["mlp.gate_up"][expert], layer["mlp.down"][expert])
+        run = _swiglu(x, layer["mlp.experts.gate_up"][expert], layer["mlp.experts.down"][expert])
         output = output + weights[:, expert, None] * run
     if spec.shared_intermediate_size:
         output = output + _swiglu(x, layer["mlp.shared.gate_up.weight"].T, layer["mlp.shared.down.weight"].T)

@@ -54,7 +54,8 @@ def test_commands_and_options() -> None:
     command = typer.main.get_command(app)
     options = {name: sorted(o for p in sub.params for o in p.opts) for name, sub in command.commands.items()}  # type: ignore[attr-defined]
     assert set(options) == {"plan", "simulate", "evaluate", "calibrate", "train", "compare"}
-    assert options["train"] == ["--config", "--nproc", "--out", "--overwrite", "--set", "--steps", "--strategy"]
+    training = ["--config", "--nproc", "--out", "--overwrite", "--resume", "--set", "--steps", "--strategy"]
+    assert options["train"] == training
     assert options["compare"] == ["--config", "--out", "--overwrite", "--set", "--steps", "--strategies"]
     planning = {"--cluster", "--json", "--lengths", "--max-tokens-per-rank", "--model", "--strategy"}
     assert planning <= set(options["plan"])

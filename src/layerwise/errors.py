@@ -9,6 +9,7 @@
       UnsupportedError(NotImplementedError)  a feature that is refused rather than ignored
       RankFailedError(RuntimeError)          a rank process ended before its work did
       DivergedError(ArithmeticError)         the loss or the gradient is no longer finite
+      CheckpointError(RuntimeError)          a checkpoint is damaged, or could not be written
 
 Messages name both numbers, the rule, the legal values and the option to change.
 """
@@ -44,6 +45,10 @@ class UnsupportedError(LayerwiseError, NotImplementedError):
 
 class DivergedError(LayerwiseError, ArithmeticError):
     """The loss or the gradient is no longer finite."""
+
+
+class CheckpointError(LayerwiseError, RuntimeError):
+    """A checkpoint is damaged, or could not be written."""
 
 
 class RankFailedError(LayerwiseError, RuntimeError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -69,6 +70,10 @@ class ProcessWorld:
     def comm(self, block: Block | None) -> GroupComm | None:
         """The prepared group of a block."""
         return None if block is None else GroupComm(block, self.rank - block.lo, self._groups[block])
+
+    def side_group(self, timeout: timedelta) -> Any:
+        """A CPU group of all ranks of its own, for a thread that talks beside the training. Made anew by every call."""
+        return dist.new_group(backend="gloo", timeout=timeout)
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, by rank."""
@@ -136,13 +141,18 @@ class _MeetingPoint:
         self.barrier = threading.Barrier(size, timeout=60)
         self.slots: list[Any] = [None] * size
 
-    def swap(self, peer: int, value: Any) -> list[Any]:
-        """Everyone's value, by peer."""
+    def swap(self, peer: int, value: Any, read: Callable[[list[Any]], Any] = list) -> Any:
+        """What `read` makes of everyone's value, by peer; all ranks have read when anyone's call returns."""
         self.slots[peer] = value
         self.barrier.wait()
-        values = list(self.slots)
+        result = read(self.slots)
         self.barrier.wait()
-        return values
+        return result
+
+
+class _Done:
+    def wait(self) -> None:
+        """Threads exchange at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,14 +162,23 @@ class _LocalComm:
     point: _MeetingPoint
 
     def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
-        parts = self.point.swap(self.peer, send.split(send_splits))
-        for peer, (theirs, expected) in enumerate(zip(parts, recv_splits, strict=True)):
-            if theirs[self.peer].numel() != expected:
-                raise PlanMismatchError(
-                    f"rank {self.block.lo + peer} sends {theirs[self.peer].numel()} elements to rank "
-                    f"{self.block.lo + self.peer}, which expects {expected}: they follow different plans"
-                )
-        return torch.cat([theirs[self.peer] for theirs in parts])
+        recv = send.new_empty(sum(recv_splits))
+        self.start_all_to_all(send, recv, send_splits, recv_splits)
+        return recv
+
+    def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> _Done:
+        def read(parts: list[tuple[Tensor, ...]]) -> _Done:
+            for peer, (theirs, expected) in enumerate(zip(parts, recv_splits, strict=True)):
+                if theirs[self.peer].numel() != expected:
+                    raise PlanMismatchError(
+                        f"rank {self.block.lo + peer} sends {theirs[self.peer].numel()} elements to rank "
+                        f"{self.block.lo + self.peer}, which expects {expected}: they follow different plans"
+                    )
+            torch.cat([theirs[self.peer] for theirs in parts], out=recv)
+            return _Done()
+
+        done: _Done = self.point.swap(self.peer, send.split(send_splits), read)
+        return done
 
     def all_reduce(self, tensor: Tensor) -> None:
         values = self.point.swap(self.peer, tensor.clone())
@@ -180,7 +199,8 @@ class _LocalRank:
         return None if block is None else _LocalComm(block, self.rank - block.lo, self.local.meeting_point(block))
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        return self._everyone.swap(self.rank, list(values))
+        gathered: list[list[int]] = self._everyone.swap(self.rank, list(values))
+        return gathered
 
     def all_reduce(self, tensor: Tensor) -> None:
         values = self._everyone.swap(self.rank, tensor.clone())

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from layerwise.groups import World
 from layerwise.runtime import Routes, current_routes
@@ -23,9 +24,34 @@ def token_loss(logits: Tensor, shift_labels: Tensor, num_valid_tokens: int) -> T
     logits: [T, V]; shift_labels: int64 [T], the next token of the same sample or -100; num_valid_tokens: labels
     that are not -100 in the whole optimizer step, over all ranks. A step without any has loss 0 and zero gradients.
     """
+    return _cross_entropy(logits, shift_labels) / max(num_valid_tokens, 1)
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, shift_labels: Tensor, num_valid_tokens: int, *, chunk_tokens: int = 1024
+) -> Tensor:
+    """`token_loss` of the logits hidden @ weight.T, of which no more than `chunk_tokens` rows exist at once.
+
+    hidden: [T, C]; weight: [V, C]. The logits of a chunk are made once for the loss and once more in backward; those of
+    T <= chunk_tokens only once.
+    """
+    rows, labels = hidden.split(chunk_tokens), shift_labels.split(chunk_tokens)
+    if len(rows) == 1:
+        return token_loss(F.linear(hidden, weight), shift_labels, num_valid_tokens)
+    parts = [
+        checkpoint(_head_cross_entropy, *chunk, weight, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(rows, labels, strict=True)
+    ]
+    return torch.stack(parts).sum() / max(num_valid_tokens, 1)
+
+
+def _head_cross_entropy(hidden: Tensor, shift_labels: Tensor, weight: Tensor) -> Tensor:
+    return _cross_entropy(F.linear(hidden, weight), shift_labels)
+
+
+def _cross_entropy(logits: Tensor, shift_labels: Tensor) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide, shift_labels, reduction="sum")  # ignores -100
-    return total / max(num_valid_tokens, 1)
+    return F.cross_entropy(wide, shift_labels, reduction="sum")  # ignores -100
 
 
 def balance_loss(

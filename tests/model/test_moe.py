@@ -41,8 +41,8 @@ def one_token(moe: MoE, x: Tensor) -> Tensor:
     total = sum(probs[e] for e in best)
     output = torch.zeros_like(x)
     for e in best:
-        gate, up = (x @ moe.gate_up[e]).split(8)
-        output = output + probs[e] / total * ((torch.nn.functional.silu(gate) * up) @ moe.down[e])
+        gate, up = (x @ moe.experts.gate_up[e]).split(8)
+        output = output + probs[e] / total * ((torch.nn.functional.silu(gate) * up) @ moe.experts.down[e])
     return output
 
 

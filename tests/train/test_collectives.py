@@ -22,10 +22,10 @@ class CountingComm:
     def __init__(self, comm: object, calls: Counter) -> None:
         self.comm, self.block, self.peer, self.calls = comm, comm.block, comm.peer, calls
 
-    def all_to_all(self, send, send_splits, recv_splits):
+    def start_all_to_all(self, send, recv, send_splits, recv_splits):
         assert send_splits[self.peer] == 0, "rows to oneself stay off the wire"
         self.calls["all_to_all"] += 1
-        return self.comm.all_to_all(send, send_splits, recv_splits)
+        return self.comm.start_all_to_all(send, recv, send_splits, recv_splits)
 
     def all_reduce(self, tensor):
         self.calls["all_reduce"] += 1

@@ -148,14 +148,14 @@ def test_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
 def test_an_output_folder_belongs_to_one_run(tmp_path: Path) -> None:
     config = load_config(DEMO, [setting for setting in SMALL if setting != "--set"])
     corpus = load_data([config])
-    prepare_folder(tmp_path / "out", overwrite=False)
+    prepare_folder(tmp_path / "out", tmp_path / "out" / "checkpoints")
     (tmp_path / "out" / "metrics.jsonl").touch()  # another run that started in the meantime
     with pytest.raises(SpecError, match="already holds a run"):
         run_training(config, corpus, tmp_path / "out")
     assert (tmp_path / "out" / "metrics.jsonl").exists(), "the other run's claim"
     (tmp_path / "file").touch()
     with pytest.raises(SpecError, match="cannot be written"):
-        prepare_folder(tmp_path / "file" / "out", overwrite=False)
+        prepare_folder(tmp_path / "file" / "out", tmp_path / "file" / "out" / "checkpoints")
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
@@ -172,7 +172,7 @@ def test_a_run_that_fails_before_its_first_step_gives_the_folder_back(
         run_training(config, load_data([config]), tmp_path)
     assert (tmp_path / "metrics.jsonl").exists() == bool(num_rows)
     if not num_rows:
-        prepare_folder(tmp_path, overwrite=False)
+        prepare_folder(tmp_path, tmp_path / "checkpoints")
 
 
 def small_run(tmp_path: Path, rows: list[dict], *settings: str) -> list[str]:
@@ -245,6 +245,7 @@ def test_ctrl_c_stops_all_ranks_and_says_so(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+WHOLE_SAMPLES = ["--set", "data.overlong=error", "--set", "data.max_tokens_per_sample=null"]
 BAD_SETTINGS = [
     (["--nproc", "4"], "--nproc 4, but the cluster has num_nodes=2 x ranks_per_node=8 = 16 ranks"),
     (["--strategy", "repak"], "strategy='repak' is unknown; legal values: static, dynamic"),
@@ -253,7 +254,7 @@ BAD_SETTINGS = [
     (["--set", "attention_backend=fast"], "unknown attention backend 'fast'"),
     (["--set", "attention_backend=flash"], "attention backend 'flash' needs flash-attn"),
     (["--set", "model.vocab_size=100"], "vocab_size"),
-    (["--set", "max_tokens_per_rank=10"], "max_tokens_per_rank=10"),
+    (["--set", "max_tokens_per_rank=10", *WHOLE_SAMPLES], "max_tokens_per_rank"),
 ]
 
 
@@ -311,6 +312,35 @@ def test_under_torchrun_a_fault_in_training_names_its_rank(monkeypatch: pytest.M
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RankFailedError, match="rank 0: DataError: bad"):
         launch(failing_main, num_ranks=1, ranks_per_node=1, device="cpu", timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [
+        ("compare", ["--set", "checkpoint.folder=x", "--set", "checkpoint.every_steps=1"], "of several strategies"),
+        ("train", ["--set", "checkpoint.keep=3"], "checkpoint: has no effect without every_steps"),
+        ("train", ["--resume", "--overwrite"], "give one of them"),
+        ("train", ["--set", "expert_parallel=2"], "needs sharding=fsdp or sharding=hsdp"),
+        ("train", ["--resume"], "checkpoints need the package `safetensors`"),
+    ],
+)
+def test_settings_of_state_are_checked_before_ranks_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    settings: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("layerwise.train.run.launch", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr(
+        "sys.argv", ["layerwise", command, "--config", str(DEMO), *SMALL, "--out", str(tmp_path), *settings]
+    )
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert message in capsys.readouterr().err
 
 
 def test_compare_checks_everything_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -28,9 +28,14 @@ def train(
         "runs/train"
     ),
     overwrite: Annotated[bool, typer.Option(help="Replace the run that the folder holds.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from the newest whole checkpoint of the folder, or begin where there is none.")
+    ] = False,
 ) -> None:
     """Train with one strategy: starts the ranks itself, or joins those that torchrun started."""
-    _run([strategy], config, set_ or [], nproc, steps, out, overwrite)
+    if overwrite and resume:
+        raise SpecError("--overwrite replaces a run and --resume goes on with it; give one of them")
+    _run([strategy], config, set_ or [], nproc, steps, out, overwrite=overwrite, resume=resume)
 
 
 def compare(
@@ -49,7 +54,7 @@ def compare(
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     if len(set(names)) != len(names) or len(names) < 2:
         raise SpecError(f"--strategies {strategies!r}: give two or more different ones of {', '.join(STRATEGIES)}")
-    _run([*names], config, set_ or [], None, steps, out, overwrite)
+    _run([*names], config, set_ or [], None, steps, out, overwrite=overwrite)
 
 
 def _run(
@@ -59,14 +64,17 @@ def _run(
     nproc: int | None,
     steps: int | None,
     out: Path,
+    *,
     overwrite: bool,
+    resume: bool = False,
 ) -> None:
     """Train each strategy and write one report; a single one lives in `out` itself."""
     from layerwise.kernels import check_backend
+    from layerwise.train.checkpoint import check_installed
     from layerwise.train.launch import under_torchrun
     from layerwise.train.loop import build_planner
     from layerwise.train.results import print_and_report
-    from layerwise.train.run import is_writer, load_data, prepare_folder, run_training
+    from layerwise.train.run import checkpoint_folder, is_writer, load_data, prepare_folder, run_training
 
     configs = [load_config(config, overrides, strategy=name, num_steps=steps) for name in strategies]
     num_ranks = configs[0].cluster.num_ranks
@@ -80,15 +88,19 @@ def _run(
         raise SpecError("--nproc has no effect under torchrun, which decides how many ranks there are; leave it out")
     if len(configs) > 1 and under_torchrun():
         raise SpecError("compare starts its own ranks; under torchrun, run `layerwise train` once per strategy")
+    if len(configs) > 1 and configs[0].checkpoint.folder:
+        raise SpecError("checkpoint.folder cannot hold the checkpoints of several strategies; leave it out of compare")
+    if resume or configs[0].checkpoint.every_steps:
+        check_installed()
     for item in configs:
         build_planner(item)  # a wrong strategy ends here, before another one is trained
         check_backend(item.attention_backend)
     folders = [out] if len(configs) == 1 else [out / item.strategy for item in configs]
     if is_writer():
-        for folder in folders:
-            prepare_folder(folder, overwrite=overwrite)
+        for item, folder in zip(configs, folders, strict=True):
+            prepare_folder(folder, checkpoint_folder(item, folder), overwrite=overwrite, resume=resume)
     corpus = load_data(configs)
     for item, folder in zip(configs, folders, strict=True):
-        run_training(item, corpus, folder)
+        run_training(item, corpus, folder, resume=resume)
     if is_writer():
         print_and_report(configs, corpus, folders, out)

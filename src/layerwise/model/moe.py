@@ -1,5 +1,8 @@
 """Mixture of experts on local tokens: a top-k router, stacked SwiGLU experts and an optional shared one.
 
+With expert parallelism the ranks of a block share the experts of a layer out among them. Routed rows go to the rank
+that holds their expert and come back in one exchange each way, of as many rows as there are.
+
 Shapes: T local tokens, C hidden size, E experts, F expert width, k experts per token, R = T * k routed rows.
 """
 
@@ -10,8 +13,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from layerwise.exchange import Comm, Site, exchange
+from layerwise.route import RowMap, Side
+from layerwise.runtime import current_routes
 from layerwise.spec import ModelSpec
+
+# The meter's name for routed rows that change ranks, beside the layer kinds.
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +55,10 @@ class MoE(nn.Module):
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
-        num_experts, hidden, width = spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
+        hidden = spec.hidden_size
         self.experts_per_token = spec.experts_per_token
-        self.router = nn.Linear(hidden, num_experts, bias=False, dtype=dtype)
-        self.gate_up = nn.Parameter(torch.empty(num_experts, hidden, 2 * width, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(num_experts, width, hidden, dtype=dtype))
+        self.experts = Experts(spec, dtype)
+        self.router = nn.Linear(hidden, spec.num_experts, bias=False, dtype=dtype)
         self.shared = SwiGLU(hidden, spec.shared_intermediate_size, dtype) if spec.shared_intermediate_size else None
 
     def forward(self, x: Tensor, piece_index: Tensor, num_pieces: int) -> tuple[Tensor, RouterStats]:
@@ -73,12 +82,59 @@ class MoE(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         num_chosen = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
-        counts = _count(experts.flatten(), len(self.down))
-        rows = x.index_select(0, order // num_chosen)
-        rows = grouped_matmul(rows, self.gate_up.to(x.dtype), counts)
-        rows = grouped_matmul(gated(rows), self.down.to(x.dtype), counts)
+        counts = _count(experts.flatten(), self.experts.num_experts)
+        rows = self.experts(x.index_select(0, order // num_chosen), counts)
         rows = rows.index_select(0, order.argsort())
         return (rows.view(len(x), num_chosen, x.shape[1]) * weights.to(x.dtype).unsqueeze(-1)).sum(dim=1)
+
+
+class Experts(nn.Module):
+    """SwiGLU experts of one layer: all of them, or with a comm of n ranks this rank's n-th part.
+
+    gate_up: [E, C, 2 * F], down: [E, F, C], or DTensors of these whose local part has E / n experts.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        num_experts, hidden, width = spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
+        self.num_experts = num_experts
+        self.gate_up = nn.Parameter(torch.empty(num_experts, hidden, 2 * width, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(num_experts, width, hidden, dtype=dtype))
+        self.comm: Comm | None = None
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [R, C], by expert; counts int64 [E], how many each has -> [R, C]."""
+        if self.comm is None:
+            return self._run(rows, counts)
+        there, local_counts = _to_experts(counts, self.comm)
+        site = Site(EXPERTS, self.comm, current_routes().meter)
+        (local_rows,) = exchange((rows,), (there,), site)
+        (back,) = exchange((self._run(local_rows, local_counts),), (there.inverse(),), site)
+        return back
+
+    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up, self.down))
+        rows = grouped_matmul(rows, gate_up.to(rows.dtype), counts)
+        return grouped_matmul(gated(rows), down.to(rows.dtype), counts)
+
+
+def _to_experts(counts: Tensor, comm: Comm) -> tuple[RowMap, Tensor]:
+    """The way of rows by expert, counts int64 [E], to the ranks of their experts; rows per local expert, int64 [E / n].
+
+    Rows arrive by sender and are stored by expert. The host needs the counts, which stalls a GPU once per layer.
+    """
+    num_peers = comm.block.size
+    num_local = len(counts) // num_peers
+    splits = [num_local] * num_peers
+    arriving = comm.all_to_all(counts.contiguous(), splits, splits).view(num_peers, num_local)
+    leaving = counts.view(num_peers, num_local).sum(1)
+    send, receive = torch.stack([leaving, arriving.sum(1)]).tolist()
+    expert_of_row = (
+        torch.arange(num_local, device=counts.device).repeat(num_peers).repeat_interleave(arriving.flatten())
+    )
+    stored_at = expert_of_row.argsort(stable=True).argsort()
+    src = Side(torch.arange(sum(send), device=counts.device), tuple(send), sum(send), once=True)
+    return RowMap(src, Side(stored_at, tuple(receive), sum(receive), once=True)), arriving.sum(0)
 
 
 def gated(gate_up: Tensor) -> Tensor:

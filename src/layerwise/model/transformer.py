@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layerwise import runtime
 from layerwise.errors import SpecError
+from layerwise.loss import head_loss
 from layerwise.model.moe import MoE, RouterStats, SwiGLU
 from layerwise.plan import HOME
 from layerwise.spec import LayerKind, ModelSpec
@@ -40,16 +42,22 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LMOutput:
-    """logits: [T, V] of the local tokens. router: sums [MoE layers, pieces, E], or None for a dense model."""
+    """What the model makes of the local tokens.
 
-    logits: Tensor
+    logits: [T, V], or None where labels were given; loss: this rank's part of the step's mean cross-entropy, if so.
+    router: sums [MoE layers, pieces, E], or None for a dense model.
+    """
+
+    logits: Tensor | None
+    loss: Tensor | None
     router: RouterStats | None
 
 
 class HybridLM(nn.Module):
     """The decoder that a ModelSpec describes: GQA, RoPE, RMSNorm, SwiGLU or mixture of experts."""
 
-    def __init__(self, spec: ModelSpec, options: ModelOptions | None = None) -> None:
+    def __init__(self, spec: ModelSpec, options: ModelOptions | None = None, *, device: str = "cpu") -> None:
+        """On device "meta" without values, to be sharded first and then materialised."""
         super().__init__()
         self.spec = spec
         self.options = options or ModelOptions()
@@ -60,13 +68,22 @@ class HybridLM(nn.Module):
             self.layers = nn.ModuleList(DecoderLayer(spec, kind, self.options) for kind in spec.all_layer_types)
             self.norm = nn.RMSNorm(spec.hidden_size, eps=self.options.norm_eps, dtype=dtype)
             self.head = None if spec.tie_embeddings else _linear(spec.hidden_size, spec.vocab_size, dtype)
-        self.to_empty(device="cpu")
-        self._init_weights()
+        if device != "meta":
+            self.materialize(torch.device(device))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> LMOutput:
-        """Both int64 [T], in the order of the micro-batch; position_ids count within each token's own sample.
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        shift_labels: Tensor | None = None,
+        num_valid_tokens: int = 0,
+    ) -> LMOutput:
+        """All int64 [T], in the order of the micro-batch; position_ids count within each token's own sample.
 
-        Hidden states are taken to where each layer's kind keeps them, and back home for the head.
+        With shift_labels, and num_valid_tokens of the whole step, the output is the loss (see `layerwise.token_loss`)
+        and the logits of all tokens never exist at once. Hidden states are taken to where each layer's kind keeps
+        them, and back home for the head.
 
         Must run inside `use_routes`. Raises SpecError for other shapes.
         """
@@ -91,9 +108,12 @@ class HybridLM(nn.Module):
             )
             if counts is not None:
                 stats.append(RouterStats(counts=counts, prob_sums=prob_sums))
-        x = runtime.relocate(x, source=place)
-        logits = F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
-        return LMOutput(logits=logits, router=_stack(stats) if stats else None)
+        x = self.norm(runtime.relocate(x, source=place))
+        weight = self.embed.weight if self.head is None else self.head.weight
+        router = _stack(stats) if stats else None
+        if shift_labels is None:
+            return LMOutput(logits=F.linear(x, weight), loss=None, router=router)
+        return LMOutput(logits=None, loss=head_loss(x, weight, shift_labels, num_valid_tokens), router=router)
 
     def _rope_table(self, kind: LayerKind, position_ids: Tensor) -> Tensor:
         """cos and sin of each token's angles, [2, T, 1, D / 2], through float64: positions may be large."""
@@ -103,7 +123,9 @@ class HybridLM(nn.Module):
         return torch.stack([angles.cos(), angles.sin()]).to(torch.promote_types(self.options.dtype, torch.float32))
 
     @torch.no_grad()
-    def _init_weights(self) -> None:
+    def materialize(self, device: torch.device) -> None:
+        """Make the initial weights on a device; of a sharded model this rank's parts, from the same whole weights."""
+        self.to_empty(device=device)
         generator = torch.Generator().manual_seed(self.options.seed)
         residual_std = self.options.init_std / (2 * self.spec.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -113,7 +135,16 @@ class HybridLM(nn.Module):
             into_residual = name.removesuffix(".weight").endswith(("o_proj", "down"))
             # Drawn in float64 whatever the dtype, so that models of two dtypes start alike.
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(values * (residual_std if into_residual else self.options.init_std))
+            _assign(parameter, values * (residual_std if into_residual else self.options.init_std))
+
+
+def _assign(parameter: Tensor, values: Tensor) -> None:
+    """Set a parameter, or this rank's part of it, to whole values that every rank has."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        values = distribute_tensor(values.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+        parameter = parameter.to_local()
+    parameter.copy_(values)
 
 
 def _check_supported(spec: ModelSpec) -> None:

@@ -32,6 +32,33 @@ class OptimizerConfig(Record):
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
 
 
+class CheckpointConfig(Record):
+    """When to save, and how many checkpoints stay; docs/checkpoints.md.
+
+    `every_steps` None: never. `folder` None: `checkpoints` in the folder of the run. `asynchronous`: training goes on
+    while the files are written.
+    """
+
+    every_steps: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=2, ge=1)
+    folder: str | None = Field(default=None, min_length=1)
+    asynchronous: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        without_effect = self.model_fields_set - {"every_steps"}
+        if self.every_steps is None and any(
+            getattr(self, key) != type(self).model_fields[key].default for key in without_effect
+        ):
+            raise ValueError("has no effect without every_steps; set it too, or leave the others out")
+        return self
+
+    def is_due(self, steps_taken: int, num_steps: int) -> bool:
+        """Whether to save now: every so many steps, and at the end."""
+        every = self.every_steps
+        return every is not None and (steps_taken % every == 0 or steps_taken == num_steps)
+
+
 class TrainConfig(Record):
     """Everything that decides what a run computes. `docs/train.md` describes each key."""
 
@@ -41,6 +68,7 @@ class TrainConfig(Record):
     strategy_options: dict[str, Any] = Field(default_factory=dict)
     data: DataConfig = Field(default_factory=DataConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     num_steps: int = Field(default=20, ge=1)
     tokens_per_step: int = Field(ge=1, description="samples are added to a step until the next would exceed this")
     max_tokens_per_rank: int = Field(ge=1, description="of one micro-batch; what a rank's memory holds")
@@ -51,6 +79,10 @@ class TrainConfig(Record):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str = "auto"
     activation_checkpointing: bool = False
+    sharding: Literal["replicate", "fsdp", "hsdp"] = Field(
+        default="replicate", description="fsdp: over all ranks; hsdp: within nodes, with a copy on each node"
+    )
+    expert_parallel: int = Field(default=1, ge=1, description="consecutive ranks that share the experts of a layer")
     rope_theta: float = Field(default=10_000.0, gt=0)
     seed: int = Field(default=0, ge=0)
     prefetch_steps: int = Field(default=2, ge=1)
@@ -60,9 +92,23 @@ class TrainConfig(Record):
     def _check(self) -> TrainConfig:
         if self.balance_coef and not self.model.num_experts and "balance_coef" in self.model_fields_set:
             raise ValueError("balance_coef has no effect on a dense model; leave it out")
-        if self.max_tokens_per_rank * self.cluster.num_ranks < 1:
-            raise ValueError("no room for tokens")
+        if self.expert_parallel > 1:
+            self._check_expert_parallel()
         return self
+
+    def _check_expert_parallel(self) -> None:
+        degree, experts = self.expert_parallel, self.model.num_experts
+        sharded = self.cluster.num_ranks if self.sharding == "fsdp" else self.cluster.ranks_per_node
+        if not experts:
+            raise ValueError(f"expert_parallel={degree} has no effect on a dense model; leave it out")
+        if self.sharding == "replicate":
+            raise ValueError(f"expert_parallel={degree} needs sharding=fsdp or sharding=hsdp, which know its groups")
+        if experts % degree or sharded % degree:
+            legal = [n for n in range(1, experts + 1) if experts % n == 0 and sharded % n == 0]
+            raise ValueError(
+                f"expert_parallel={degree} must divide the {experts} experts and the {sharded} ranks that "
+                f"sharding={self.sharding} shards over; legal values: {legal}"
+            )
 
     def to_yaml(self) -> str:
         """The resolved settings; reading them back gives an equal record."""

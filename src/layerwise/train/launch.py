@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 from layerwise.errors import LayerwiseError, RankFailedError, SpecError
-from layerwise.groups import ProcessWorld, World, solo_world
+from layerwise.groups import ProcessWorld
+from layerwise.train.rendezvous import fresh_store
 
-RankMain = Callable[[World, torch.device], None]
+RankMain = Callable[[ProcessWorld, torch.device], None]
 PR_SET_PDEATHSIG = 1  # prctl(2): the child gets a signal when its parent dies
 
 
@@ -55,9 +56,22 @@ def launch(main: RankMain, *, num_ranks: int, ranks_per_node: int, device: str, 
     if under_torchrun():
         _join(main, num_ranks, ranks_per_node, device, timeout_s)
     elif num_ranks == 1:
-        main(solo_world(), pick_device(device))
+        _alone(main, device)
     else:
         _fork(main, num_ranks, ranks_per_node, device, timeout_s)
+
+
+def _alone(main: RankMain, device: str) -> None:
+    torch_device = pick_device(device)
+    dist.init_process_group(_backend(torch_device), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        main(ProcessWorld(1, torch_device), torch_device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
@@ -70,8 +84,10 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
     torch_device = pick_device(device)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
-    backend = "nccl" if torch_device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    shared_store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store = fresh_store(shared_store, rank, world_size, timeout_s)
+    dist.init_process_group(_backend(torch_device), store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         main(ProcessWorld(ranks_per_node, torch_device), torch_device)
         dist.barrier()

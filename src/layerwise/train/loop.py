@@ -1,28 +1,31 @@
-"""The training loop: planned steps, token-weighted loss, summed gradients, AdamW."""
+"""The training loop: planned steps, token-weighted loss, summed gradients, AdamW, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from layerwise.cost import predict
 from layerwise.data.corpus import Corpus
-from layerwise.data.loader import PlannedLoader, Step
+from layerwise.data.loader import Microbatch, PlannedLoader, Step
 from layerwise.data.sampler import StepSampler
 from layerwise.errors import DivergedError
-from layerwise.groups import World
-from layerwise.loss import balance_loss, reduce_gradients, token_loss
+from layerwise.groups import ProcessWorld
+from layerwise.loss import balance_loss, reduce_gradients
 from layerwise.model import HybridLM, ModelOptions
+from layerwise.model.moe import EXPERTS
 from layerwise.planners import Planner
 from layerwise.runtime import MOVES
+from layerwise.train.checkpoint import Checkpoints, RunState, check_resumable
 from layerwise.train.config import TrainConfig
-from layerwise.train.metrics import plan_numbers, sum_over_ranks
+from layerwise.train.metrics import peak_bytes, plan_numbers, sum_over_ranks
+from layerwise.train.sharding import build_mesh, clip_gradients, shard_model, sync_gradients_at
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
@@ -40,103 +43,205 @@ def build_planner(config: TrainConfig) -> Planner:
 
 def build_sampler(config: TrainConfig, corpus: Corpus) -> StepSampler:
     """Which samples each step holds: the same for every strategy and number of ranks."""
-    return StepSampler(corpus.lengths, config.tokens_per_step, seed=config.data.seed, num_steps=config.num_steps)
+    return StepSampler(
+        corpus.lengths,
+        config.tokens_per_step,
+        seed=config.data.seed,
+        num_steps=config.num_steps,
+        sources=corpus.sources,
+        window_steps=config.data.planning_window_steps,
+    )
 
 
-class Watcher(Protocol):
-    """Who is told about the training: on rank 0 one that writes files and shows progress."""
-
-    def step(self, row: dict[str, Any]) -> None:
-        """A step is done; `row` is documented in docs/metrics.md and equal on every rank but for its seconds."""
-
-
-def train(config: TrainConfig, corpus: Corpus, world: World, device: torch.device, watcher: Watcher) -> None:
-    """Train on this rank.
-
-    Raises LayerwiseError for settings, data and plans that cannot be used.
-    """
-    planner = build_planner(config)
+def build_model(config: TrainConfig, world: ProcessWorld, device: torch.device) -> HybridLM:
+    """The model with its initial weights, this rank's parts of them where they are sharded. Every rank calls this."""
     options = ModelOptions(
         rope_theta=config.rope_theta,
         dtype=DTYPES[config.dtype],
         seed=config.seed,
         activation_checkpointing=config.activation_checkpointing,
     )
-    model = HybridLM(config.model, options).to(device)
+    model = HybridLM(config.model, options, device="meta")
+    if config.sharding != "replicate":
+        mesh = build_mesh(
+            config.sharding,
+            num_ranks=world.num_ranks,
+            ranks_per_node=world.ranks_per_node,
+            expert_parallel=config.expert_parallel,
+            device_type=device.type,
+        )
+        shard_model(model, mesh, param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None)
+    model.materialize(device)
+    return model
+
+
+def build_optimizer(config: TrainConfig, model: HybridLM) -> torch.optim.AdamW:
+    """AdamW of the parameters as they are sharded; `update` sets its learning rate."""
     opt = config.optimizer
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=opt.learning_rate, betas=opt.betas, weight_decay=opt.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (opt.warmup_steps + 1)))
+    return torch.optim.AdamW(model.parameters(), lr=opt.learning_rate, betas=opt.betas, weight_decay=opt.weight_decay)
+
+
+class Watcher(Protocol):
+    """Who is told about the training: on rank 0 one that writes files and shows progress."""
+
+    def start(self, first_step: int) -> None:
+        """The first step to come; not 0 in a run that goes on from a checkpoint."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """A step is done; `row` is documented in docs/metrics.md and equal on every rank but for its seconds."""
+
+    def say(self, text: str) -> None:
+        """Something that people must know and that is no error."""
+
+
+def train(
+    config: TrainConfig,
+    corpus: Corpus,
+    world: ProcessWorld,
+    device: torch.device,
+    watcher: Watcher,
+    *,
+    folder: Path,
+    resume: bool,
+) -> None:
+    """Train on this rank, with checkpoints in `folder`, from the newest of them on where `resume` is set.
+
+    Raises LayerwiseError for settings, data, plans and checkpoints that cannot be used.
+    """
+    model = build_model(config, world, device)
+    optimizer = build_optimizer(config, model)
+    checkpoints = Checkpoints(folder, world, keep=config.checkpoint.keep, warn=watcher.say)
+    first_step = _resume(checkpoints, model, optimizer, config, corpus, watcher) if resume else 0
+    watcher.start(first_step)
     loader = PlannedLoader(
         dataset=corpus,
-        planner=planner,
+        planner=build_planner(config),
         world=world,
         steps=build_sampler(config, corpus),
         vocab_size=config.model.vocab_size,
         prefetch=config.prefetch_steps,
+        first_step=first_step,
         backend=config.attention_backend,
         device=device,
     )
     started = time.perf_counter()
     for step in loader:
-        losses = _accumulate_gradients(model, step, config)
-        reduce_gradients(model.parameters(), world)
-        grad_norm = clip_grad_norm_(model.parameters(), opt.clip_grad_norm or torch.inf)
-        if not math.isfinite(grad_norm):
-            raise DivergedError(
-                f"step {step.index}: the gradient norm is {float(grad_norm)}, so the weights were not changed; lower "
-                f"optimizer.learning_rate={opt.learning_rate}, set optimizer.clip_grad_norm, or look for bad samples"
-            )
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        kinds = (*config.model.kinds, *((MOVES,) if any(m.shards_by_kind for m in step.plan.microbatches) else ()))
-        totals, exchange = sum_over_ranks(step, losses, kinds, world)
+        losses = accumulate_gradients(model, step, config)
+        grad_norm = update(model, optimizer, step.index, config, world)
+        totals, exchange = sum_over_ranks(step, losses, _exchange_kinds(step, config), world)
+        row = _row(step, totals, exchange, config) | {"grad_norm": grad_norm}
         now = time.perf_counter()
-        watcher.step(_row(step, totals, exchange, float(grad_norm), now - started, config))
+        watcher.step(row | {"step_s": now - started, "peak_bytes_max": peak_bytes(world, device)})
         started = now
+        if config.checkpoint.is_due(step.index + 1, config.num_steps):
+            state = _run_state(step.index + 1, config, corpus, world)
+            checkpoints.save(model, optimizer, state, wait=not config.checkpoint.asynchronous)
+    checkpoints.close()
 
 
-def _accumulate_gradients(model: HybridLM, step: Step, config: TrainConfig) -> dict[str, Tensor]:
+def _resume(
+    checkpoints: Checkpoints,
+    model: HybridLM,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    corpus: Corpus,
+    watcher: Watcher,
+) -> int:
+    """Load the newest whole checkpoint; the number of steps that were taken, 0 without a checkpoint."""
+    found = checkpoints.newest()
+    if found is None:
+        watcher.say("no complete checkpoint to go on from: starting at step 0")
+        return 0
+    path, state = found
+    check_resumable(state, _run_state(state.step, config, corpus, checkpoints.world), path)
+    checkpoints.load(path, model, optimizer, state)
+    watcher.say(f"going on from {path}: {state.step} steps taken, by {state.num_ranks} ranks")
+    return state.step
+
+
+def _run_state(steps_taken: int, config: TrainConfig, corpus: Corpus, world: ProcessWorld) -> RunState:
+    return RunState(
+        step=steps_taken,
+        num_ranks=world.num_ranks,
+        data={
+            "samples": corpus.fingerprint,
+            "data.mixture": [list(source) for source in corpus.sources],
+            "data.seed": config.data.seed,
+            "data.planning_window_steps": config.data.planning_window_steps,
+            "tokens_per_step": config.tokens_per_step,
+        },
+        config=config.model_dump(mode="json"),
+    )
+
+
+def accumulate_gradients(model: HybridLM, step: Step, config: TrainConfig) -> dict[str, Tensor]:
     """Forward and backward of every micro-batch; this rank's share of the step's losses."""
-    device = next(model.parameters()).device
-    low = torch.autocast(device.type, dtype=torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
+    device = step.microbatches[0].input_ids.device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ("loss", "balance_loss")}
-    for microbatch in step.microbatches:
-        with microbatch.routes(), low:
-            output = model(microbatch.input_ids, microbatch.position_ids)
-            loss = token_loss(output.logits, microbatch.shift_labels, step.num_valid_tokens)
-            totals["loss"] += loss.detach()
-            if config.balance_coef and output.router is not None:
-                balance = balance_loss(
-                    output.router.counts,
-                    output.router.prob_sums,
-                    experts_per_token=config.model.experts_per_token,
-                    num_tokens=step.num_tokens,
-                )
-                totals["balance_loss"] += balance.detach()
-                loss = loss + config.balance_coef * balance
-        loss.backward()
+    for index, microbatch in enumerate(step.microbatches):
+        sync_gradients_at(model, index == len(step.microbatches) - 1)
+        losses = _forward(model, microbatch, step, config)
+        for name, loss in losses.items():
+            totals[name] += loss.detach()
+        total = losses["loss"] + config.balance_coef * losses.get("balance_loss", 0.0)
+        total.backward()
     return totals
 
 
-def _row(
-    step: Step,
-    losses: dict[str, float],
-    exchange: dict[str, Any],
-    grad_norm: float,
-    step_s: float,
-    config: TrainConfig,
-) -> dict[str, Any]:
+def _forward(model: HybridLM, microbatch: Microbatch, step: Step, config: TrainConfig) -> dict[str, Tensor]:
+    device = microbatch.input_ids.device
+    low = torch.autocast(device.type, dtype=torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
+    with microbatch.routes(), low:
+        output = model(
+            microbatch.input_ids,
+            microbatch.position_ids,
+            shift_labels=microbatch.shift_labels,
+            num_valid_tokens=step.num_valid_tokens,
+        )
+        losses = {"loss": output.loss}
+        if config.balance_coef and output.router is not None:
+            losses["balance_loss"] = balance_loss(
+                output.router.counts,
+                output.router.prob_sums,
+                experts_per_token=config.model.experts_per_token,
+                num_tokens=step.num_tokens,
+            )
+    return losses
+
+
+def update(
+    model: HybridLM, optimizer: torch.optim.Optimizer, step: int, config: TrainConfig, world: ProcessWorld
+) -> float:
+    """One optimizer step with the gradients of all ranks; their norm before clipping."""
+    opt = config.optimizer
+    if config.sharding == "replicate":
+        reduce_gradients(model.parameters(), world)
+    grad_norm = float(clip_gradients(model.parameters(), opt.clip_grad_norm or math.inf))
+    if not math.isfinite(grad_norm):
+        raise DivergedError(
+            f"step {step}: the gradient norm is {grad_norm}, so the weights were not changed; lower "
+            f"optimizer.learning_rate={opt.learning_rate}, set optimizer.clip_grad_norm, or look for bad samples"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = opt.learning_rate * min(1.0, (step + 1) / (opt.warmup_steps + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def _exchange_kinds(step: Step, config: TrainConfig) -> tuple[str, ...]:
+    moves = (MOVES,) if any(m.shards_by_kind for m in step.plan.microbatches) else ()
+    experts = (EXPERTS,) if config.expert_parallel > 1 else ()
+    return (*config.model.kinds, *moves, *experts)
+
+
+def _row(step: Step, losses: dict[str, float], exchange: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     return {
         "step": step.index,
         **losses,
-        "grad_norm": grad_norm,
         "num_samples": len(step.plan.lengths),
         "num_tokens": step.num_tokens,
         "num_valid_tokens": step.num_valid_tokens,
-        "step_s": step_s,
         "plan_s": step.plan_s,
         "wait_s": step.wait_s,
         "predicted_s": predict(step.plan, config.cluster, config.model).seconds,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -39,6 +40,15 @@ def sum_over_ranks(
     return dict(zip(losses, values, strict=False)), exchange
 
 
+def peak_bytes(world: World, device: torch.device) -> int:
+    """The most memory that any rank has held: of tensors on a GPU, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(row[0] for row in world.gather_ints([peak]))
+
+
 def plan_numbers(plan: StepPlan) -> dict[str, Any]:
     """Token balance (of each micro-batch, summed over micro-batches) and groups of a plan."""
     tokens = [m.tokens_per_rank(plan.num_ranks) for m in plan.microbatches]
@@ -64,15 +74,34 @@ def _by_degree(degrees: list[int]) -> dict[str, int]:
     return {str(degree): count for degree, count in sorted(Counter(degrees).items())}
 
 
-class Recorder:
-    """Writes metrics.jsonl (flushed per step) and TensorBoard events into a folder; used by rank 0 only."""
+def _end_of_steps(file: TextIO, first_step: int) -> int:
+    """Where in a metrics file the rows of the steps before `first_step` end, in bytes."""
+    file.seek(0)
+    end = 0
+    for line in file:
+        try:
+            whole = line.endswith("\n") and json.loads(line)["step"] < first_step
+        except (ValueError, KeyError):  # torn by a crash
+            break
+        if not whole:
+            break
+        end += len(line.encode())
+    return end
 
-    def __init__(self, folder: Path) -> None:
+
+class Recorder:
+    """Writes metrics.jsonl (flushed per step) and TensorBoard events into a folder; used by rank 0 only.
+
+    Of what an interrupted run wrote, the steps from `first_step` on go: they are taken again.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
         # Imported here: it costs seconds and only one rank writes.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._file = (folder / "metrics.jsonl").open("w")
-        self._events = SummaryWriter(folder / "tensorboard")
+        self._file = (folder / "metrics.jsonl").open("a+")
+        self._file.truncate(_end_of_steps(self._file, first_step))
+        self._events = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
     def close(self) -> None:
         """Finish both files."""

@@ -15,16 +15,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from layerwise.data.corpus import Corpus, load_corpus
+from layerwise.data.limits import placeable_tokens
 from layerwise.errors import InfeasibleError, SpecError
-from layerwise.groups import World
+from layerwise.groups import ProcessWorld
 from layerwise.planners import STRATEGIES, Planner
+from layerwise.train.checkpoint import remove_checkpoints, step_folders
 from layerwise.train.config import TrainConfig
 from layerwise.train.launch import launch
-from layerwise.train.loop import build_planner, train
+from layerwise.train.loop import build_planner, build_sampler, train
 from layerwise.train.metrics import Recorder
 
 METRICS_FILE, CONFIG_FILE, REPORT_FILE = "metrics.jsonl", "config.yaml", "report.html"
-EVENTS_FOLDER = "tensorboard"
+EVENTS_FOLDER, CHECKPOINT_FOLDER = "tensorboard", "checkpoints"
 
 
 def is_writer() -> bool:
@@ -32,21 +34,36 @@ def is_writer() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def prepare_folder(out: Path, *, overwrite: bool) -> None:
-    """Make the output folder. Raises SpecError where it cannot be made or already holds a run, unless `overwrite`."""
-    metrics = out / METRICS_FILE
-    if metrics.exists() and not overwrite:
-        raise SpecError(_holds_a_run(out))
+def checkpoint_folder(config: TrainConfig, out: Path) -> Path:
+    """Where a run with results in `out` has its checkpoints."""
+    return Path(config.checkpoint.folder) if config.checkpoint.folder else out / CHECKPOINT_FOLDER
+
+
+def prepare_folder(out: Path, checkpoints: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Make the folders of a run that begins, or with `resume` goes on where they hold one.
+
+    Raises SpecError where they cannot be made, or hold a run that is neither to be replaced nor to go on.
+    """
+    metrics, saved = out / METRICS_FILE, step_folders(checkpoints)
+    if not overwrite and not resume and (metrics.exists() or saved):
+        raise SpecError(_holds_a_run(out if metrics.exists() else checkpoints))
+    if resume and saved and not metrics.exists():
+        raise SpecError(f"--resume: {checkpoints} holds checkpoints, but {metrics} is not there; is --out the same?")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        metrics.unlink(missing_ok=True)
-        shutil.rmtree(out / EVENTS_FOLDER, ignore_errors=True)
+        if overwrite:
+            metrics.unlink(missing_ok=True)
+            shutil.rmtree(out / EVENTS_FOLDER, ignore_errors=True)
+            remove_checkpoints(checkpoints)
     except OSError as error:
         raise SpecError(f"--out {out}: cannot be written: {error}") from None
 
 
-def _holds_a_run(out: Path) -> str:
-    return f"{out} already holds a run ({METRICS_FILE}); choose another --out, or pass --overwrite to replace it"
+def _holds_a_run(folder: Path) -> str:
+    return (
+        f"{folder} already holds a run; choose another --out, pass --resume to go on with it, or --overwrite to "
+        "replace it"
+    )
 
 
 def load_data(configs: Sequence[TrainConfig]) -> Corpus:
@@ -55,7 +72,7 @@ def load_data(configs: Sequence[TrainConfig]) -> Corpus:
     Raises LayerwiseError for data that a run cannot use, before any rank starts; forked ranks share what is loaded.
     """
     config = configs[0]
-    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, budget_tokens=_budget_tokens(configs))
     for each in configs:
         _check_longest(corpus, build_planner(each))
     if is_writer():
@@ -63,20 +80,42 @@ def load_data(configs: Sequence[TrainConfig]) -> Corpus:
         longer = f"; {num_longer:,} longer than tokens_per_step={config.tokens_per_step}, each a step of its own"
         text = f"data: {corpus.report}{longer if num_longer else ''}"
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        _say_mixture(config, corpus)
     return corpus
 
 
-def run_training(config: TrainConfig, corpus: Corpus, out: Path) -> None:
-    """Train `config` with its results in `out`; under torchrun every rank calls this.
+def _say_mixture(config: TrainConfig, corpus: Corpus) -> None:
+    if not config.data.mixture:
+        return
+    for name, visits in zip(config.data.mixture, build_sampler(config, corpus).visits(), strict=True):
+        text = f"  {name}: {visits.samples:,} samples, {visits.tokens:,} tokens, {visits.epochs:.2f} epochs"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
-    Raises LayerwiseError; what the folder holds then is a readable beginning of a run, or no run.
+
+def _budget_tokens(configs: Sequence[TrainConfig]) -> int | None:
+    """The longest sample that every run can place, where longer ones are to be skipped or cut."""
+    if configs[0].data.overlong == "error":
+        return None
+    return min(
+        placeable_tokens(build_planner(each), at_most=each.cluster.num_ranks * each.max_tokens_per_rank)
+        for each in configs
+    )
+
+
+def run_training(config: TrainConfig, corpus: Corpus, out: Path, *, resume: bool = False) -> None:
+    """Train `config` with its results in `out`, from its newest checkpoint on where `resume` is set.
+
+    Under torchrun every rank calls this. Raises LayerwiseError; what the folder holds then is a readable beginning of
+    a run, or no run.
     """
 
-    def rank_main(world: World, device: torch.device) -> None:
-        with _WriterRank(config, out) if world.rank == 0 else _QuietRank() as watcher:
-            train(config, corpus, world, device, watcher)
+    folder = checkpoint_folder(config, out)
 
-    with _claim(config, out) if is_writer() else nullcontext():
+    def rank_main(world: ProcessWorld, device: torch.device) -> None:
+        with _WriterRank(config, out) if world.rank == 0 else _QuietRank() as watcher:
+            train(config, corpus, world, device, watcher, folder=folder, resume=resume)
+
+    with _claim(config, out, resume) if is_writer() else nullcontext():
         launch(
             rank_main,
             num_ranks=config.cluster.num_ranks,
@@ -87,11 +126,11 @@ def run_training(config: TrainConfig, corpus: Corpus, out: Path) -> None:
 
 
 @contextmanager
-def _claim(config: TrainConfig, out: Path) -> Iterator[None]:
+def _claim(config: TrainConfig, out: Path, resume: bool) -> Iterator[None]:
     """Of two runs started at once in one folder one ends here; a run without a step gives the folder back."""
     metrics = out / METRICS_FILE
     try:
-        metrics.touch(exist_ok=False)
+        metrics.touch(exist_ok=resume)
     except FileExistsError:
         raise SpecError(_holds_a_run(out)) from None
     try:
@@ -119,6 +158,10 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 class _QuietRank(AbstractContextManager["_QuietRank"]):
+    def start(self, first_step: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
     def step(self, row: dict[str, Any]) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
@@ -128,7 +171,8 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
     """Rank 0: metrics to the folder, progress to the terminal."""
 
     def __init__(self, config: TrainConfig, out: Path) -> None:
-        self._recorder = Recorder(out)
+        self._out = out
+        self._recorder: Recorder | None = None
         self._progress = Progress(
             TextColumn(f"{{task.description:<{max(map(len, STRATEGIES))}}}"),
             BarColumn(bar_width=30),
@@ -141,7 +185,15 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         self._task = self._progress.add_task(config.strategy, total=config.num_steps, info="starting")
         self._progress.start()
 
+    def start(self, first_step: int) -> None:
+        self._recorder = Recorder(self._out, first_step)
+        self._progress.update(self._task, completed=first_step)
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, soft_wrap=True)
+
     def step(self, row: dict[str, Any]) -> None:
+        assert self._recorder is not None, "start comes first"
         self._recorder.write(row)
         if not row["num_valid_tokens"]:
             self._warn_unlabelled(row["step"])
@@ -150,16 +202,15 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
 
     def _warn_unlabelled(self, step: int) -> None:
         if not self._unlabelled_steps:
-            self._progress.console.print(
+            self.say(
                 f"warning: step {step} has no label to learn from (num_valid_tokens is 0): its loss is 0; "
-                "are all labels -100?",
-                highlight=False,
-                soft_wrap=True,
+                "are all labels -100?"
             )
         self._unlabelled_steps += 1
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
         if self._unlabelled_steps > 1:
-            self._progress.console.print(f"warning: {self._unlabelled_steps} steps had no label", highlight=False)
-        self._recorder.close()
+            self.say(f"warning: {self._unlabelled_steps} steps had no label")
+        if self._recorder is not None:
+            self._recorder.close()
