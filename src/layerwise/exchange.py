@@ -8,16 +8,28 @@ whose rows are all its own runs no collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
-from layerwise.route import RowMap, Side
+from layerwise.graph_break import outside_graph
+from layerwise.kernels.rows import move_rows
+from layerwise.route import BlockSide, RowMap, Side
+from layerwise.staging import STAGING
 from layerwise.traffic import Block
+from layerwise.wire import wire_of
+
+
+class Pending(Protocol):
+    """A collective that was begun."""
+
+    def wait(self) -> Any:
+        """Return when its result may be used."""
 
 
 class Comm(Protocol):
@@ -34,6 +46,9 @@ class Comm(Protocol):
     def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         """Exchange a flat buffer; splits are elements per peer. Returns a flat contiguous buffer."""
 
+    def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> Pending:
+        """Begin to exchange flat buffers; neither may be touched before the wait."""
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the block, in place."""
 
@@ -48,8 +63,11 @@ class GroupComm:
 
     def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
         recv = send.new_empty(sum(recv_splits))
-        dist.all_to_all_single(recv, send, recv_splits, send_splits, group=self.group)
+        self.start_all_to_all(send, recv, send_splits, recv_splits).wait()
         return recv
+
+    def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> Pending:
+        return dist.all_to_all_single(recv, send, recv_splits, send_splits, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
@@ -85,13 +103,23 @@ class Meter:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where an exchange takes place: the layer kind or "moves", the ranks (None: no peers) and the meter."""
+    """Where an exchange takes place: the layer kind or "moves", the ranks (None: no peers) and the meter.
+
+    A profiler sees it as layerwise.NAME.KIND, its way back through autograd as layerwise.NAME.KIND.backward.
+    """
 
     kind: str
     comm: Comm | None
     meter: Meter
+    name: str = "exchange"
 
 
+def range_name(name: str, kind: str) -> str:
+    """What a profiler calls a part of a layer of this kind."""
+    return f"layerwise.{name}.{kind}"
+
+
+@outside_graph
 def exchange(tensors: tuple[Tensor, ...], maps: tuple[RowMap, ...], site: Site) -> tuple[Tensor, ...]:
     """Move rows of several tensors in one all-to-all.
 
@@ -99,70 +127,122 @@ def exchange(tensors: tuple[Tensor, ...], maps: tuple[RowMap, ...], site: Site) 
     Returns one [map.dst.num_rows, width] tensor per map, contiguous. Differentiable: where a source row went to
     several places, its gradient is their sum, accumulated in float32 or better.
     """
-    if site.comm is None and all(row_map.is_identity for row_map in maps):
-        return tensors
-    return _Exchange.apply(maps, site, *tensors)
+    flights = (Flight(maps, site),)
+    return land(flights, depart(flights, tensors))
 
 
-class _Exchange(torch.autograd.Function):
+# What `land` needs of a flight: an empty tensor that ties both ends in the autograd graph, or rows that stay.
+Ticket = tuple[Tensor, ...]
+
+
+class Flight:
+    """Rows on their way: one all-to-all forward and one backward, each begun at one point and completed at another.
+
+    Between `depart` and `land` the rank may compute. All ranks of the block must begin their flights in the same order.
+    """
+
+    def __init__(self, maps: tuple[RowMap, ...], site: Site) -> None:
+        self.forward = _Leg(maps, site, range_name(site.name, site.kind))
+        self.backward = _Leg(
+            tuple(row_map.inverse() for row_map in maps), site, range_name(site.name, f"{site.kind}.backward")
+        )
+
+
+def depart(flights: tuple[Flight, ...], tensors: tuple[Tensor, ...]) -> list[Ticket]:
+    """Begin all flights, each with its own rows of the same tensors. Returns a ticket per flight, for `land`."""
+    if len(flights) == 1 and flights[0].forward.is_idle:
+        return [tensors]
+    return [(ticket,) for ticket in _Depart.apply(flights, *(x.contiguous() for x in tensors))]
+
+
+def land(flights: tuple[Flight, ...], tickets: list[Ticket]) -> tuple[Tensor, ...]:
+    """Complete the flights, in this order, into the same tensors. Together they fill them."""
+    if len(flights) == 1 and flights[0].forward.is_idle:
+        return tickets[0]
+    landed: tuple[Tensor, ...] = _Land.apply(flights, *(ticket for (ticket,) in tickets))
+    return landed
+
+
+class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, maps: tuple[RowMap, ...], site: Site, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inverse_maps, ctx.site = tuple(row_map.inverse() for row_map in maps), site
-        return _move(tensors, maps, site)
+    def forward(ctx: Any, flights: tuple[Flight, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.flights = flights
+        for flight in flights:
+            flight.forward.begin(tensors)
+        return tuple(tensors[0].new_empty(0) for _ in flights)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return (None, *_complete([flight.backward for flight in reversed(ctx.flights)]))
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flights: tuple[Flight, ...], *tickets: Tensor) -> tuple[Tensor, ...]:
+        ctx.flights = flights
+        return _complete([flight.forward for flight in flights])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, None, *_move(grads, ctx.inverse_maps, ctx.site))
+        grads = tuple(grad.contiguous() for grad in grads)
+        # What was begun last forward is wanted first backward.
+        for flight in reversed(ctx.flights):
+            flight.backward.begin(grads)
+        return (None, *(grads[0].new_empty(0) for _ in ctx.flights))
 
 
-def _move(tensors: tuple[Tensor, ...], maps: tuple[RowMap, ...], site: Site) -> tuple[Tensor, ...]:
-    me = 0 if site.comm is None else site.comm.peer
-    sources, targets = [m.src for m in maps], [m.dst for m in maps]
-    outs = [_new_output(x, side) for x, side in zip(tensors, targets, strict=True)]
-    for x, out, source, target in zip(tensors, outs, sources, targets, strict=True):
-        _store(out, target.by_peer()[me], x.index_select(0, source.by_peer()[me]), target)
-    if site.comm is not None:
-        widths = [x.shape[1] for x in tensors]
-        send_splits, recv_splits = _splits(widths, sources, me), _splits(widths, targets, me)
-        send = tensors[0].new_empty(sum(send_splits))
-        for index, rows, part in _wire_parts(send, widths, sources, me):
-            torch.index_select(tensors[index], 0, rows, out=part)
-        site.meter.add(site.kind, site.comm, [n * send.dtype.itemsize for n in send_splits])
-        recv = site.comm.all_to_all(send, send_splits, recv_splits)
-        for index, rows, part in _wire_parts(recv, widths, targets, me):
-            _store(outs[index], rows, part, targets[index])
+class _Leg:
+    """One direction of a flight. `begin` sends; `complete` waits, and puts what stayed and what came in its place."""
+
+    def __init__(self, maps: tuple[RowMap, ...], site: Site, range_name: str) -> None:
+        self.maps, self.site, self.range_name = maps, site, range_name
+        self.is_idle = site.comm is None and all(row_map.is_identity for row_map in maps)
+        self.tensors: tuple[Tensor, ...] = ()
+
+    def begin(self, tensors: tuple[Tensor, ...]) -> None:
+        with record_function(self.range_name):
+            self._begin(tensors)
+
+    def complete(self, outs: list[Tensor]) -> None:
+        with record_function(self.range_name):
+            self._complete(outs)
+
+    def _begin(self, tensors: tuple[Tensor, ...]) -> None:
+        comm = self.site.comm
+        self.tensors = tensors
+        self.wire = wire = wire_of(self.maps, tuple(x.shape[1] for x in tensors), 0 if comm is None else comm.peer)
+        if comm is None:
+            return
+        splits = wire.send_splits, wire.recv_splits
+        self.send, self.recv = (STAGING.take(sum(elements), like=tensors[0]) for elements in splits)
+        for x, moves in zip(tensors, wire.pack, strict=True):
+            move_rows(x, self.send.unsqueeze(1), moves, add=False)
+        self.site.meter.add(self.site.kind, comm, [n * self.send.dtype.itemsize for n in wire.send_splits])
+        self.pending = comm.start_all_to_all(self.send, self.recv, *splits)
+
+    def _complete(self, outs: list[Tensor]) -> None:
+        adds = [not row_map.dst.once for row_map in self.maps]
+        for x, out, moves, add in zip(self.tensors, outs, self.wire.stay, adds, strict=True):
+            move_rows(x, out, moves, add=add)
+        if self.site.comm is not None:
+            self.pending.wait()
+            for out, moves, add in zip(outs, self.wire.unpack, adds, strict=True):
+                move_rows(self.recv.unsqueeze(1), out, moves, add=add)
+            STAGING.give(self.send, self.recv)
+            del self.send, self.recv, self.pending
+        self.tensors = ()
+
+
+def _complete(legs: list[_Leg]) -> tuple[Tensor, ...]:
+    """Complete legs that fill the same tensors."""
+    tensors = legs[0].tensors
+    outs = [_new_output(x, row_map.dst) for x, row_map in zip(tensors, legs[0].maps, strict=True)]
+    for leg in legs:
+        leg.complete(outs)
     return tuple(out.to(x.dtype) for x, out in zip(tensors, outs, strict=True))
 
 
-def _new_output(x: Tensor, side: Side) -> Tensor:
+def _new_output(x: Tensor, side: Side | BlockSide) -> Tensor:
     """Uninitialised where every row arrives once; otherwise zeros to sum into, in float32 or better."""
     shape = (side.num_rows, x.shape[1])
     return x.new_empty(shape) if side.once else x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _store(out: Tensor, rows: Tensor, values: Tensor, side: Side) -> None:
-    if side.once:
-        out.index_copy_(0, rows, values)
-    else:
-        out.index_add_(0, rows, values.to(out.dtype))
-
-
-def _splits(widths: list[int], sides: list[Side], me: int) -> list[int]:
-    """Elements on the wire per peer; none to ourselves."""
-    per_peer = zip(*(side.counts for side in sides), strict=True)
-    totals = [sum(width * count for width, count in zip(widths, counts, strict=True)) for counts in per_peer]
-    return [0 if peer == me else total for peer, total in enumerate(totals)]
-
-
-def _wire_parts(flat: Tensor, widths: list[int], sides: list[Side], me: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(tensor, its row numbers, their [rows, width] view of the flat buffer), in wire order: by peer, then tensor."""
-    rows = [side.by_peer() for side in sides]
-    offset = 0
-    for peer in range(len(sides[0].counts)):
-        if peer == me:
-            continue
-        for index, width in enumerate(widths):
-            count = sides[index].counts[peer]
-            if count:
-                yield index, rows[index][peer], flat[offset : offset + count * width].view(count, width)
-            offset += count * width

@@ -2,7 +2,8 @@
 
 A row is one head of one token. Local Q is [T, H, D], seen as T*H rows; the Q rows of a rank's tiles lie tile after tile
 as [queries, heads, D]. A RowMap connects the two row spaces over a block of ranks, and its inverse is derived by
-swapping its two sides, never built again: the way back, and both backward passes, use the same table.
+swapping its two sides, never built again: the way back, and both backward passes, use the same table. The table holds
+pieces, a few per peer, rather than a number per row.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from layerwise.kernels import Segments
+from layerwise.kernels.rows import Piece
+from layerwise.overlap import split_tiles
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
+from layerwise.runs import Runs, cut
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Rows of one tensor on this rank that take part in a site.
+    """Rows of one tensor on this rank that take part in an exchange, given by their numbers.
 
     rows: int64 [sum of counts], row numbers grouped by peer, each peer's in the order both ends agree on.
     counts: rows per peer of the block.
@@ -36,31 +41,77 @@ class Side:
     num_rows: int
     once: bool
 
-    def by_peer(self) -> tuple[Tensor, ...]:
-        """The row numbers for each peer."""
-        return self.rows.split(self.counts)
+    @property
+    def num_named(self) -> int:
+        """Rows that take part, counted as often as they do."""
+        return len(self.rows)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Each peer's rows, as one piece."""
+        every = {"first": 0, "stride": 1, "width": 1, "span": self.num_rows}
+        by_peer = self.rows.split(self.counts)
+        return tuple((Piece(**every, num_tokens=len(rows), tokens=rows),) if len(rows) else () for rows in by_peer)
+
+    def to(self, device: torch.device) -> Side:
+        """The same side with its row numbers on another device."""
+        return replace(self, rows=self.rows.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSide:
+    """Rows of one tensor on this rank that take part in an exchange, as blocks of tokens and heads.
+
+    pieces: those of each peer, in the order both ends agree on; this rank's own match the other side's one by one.
+    num_rows: rows of the whole tensor.
+    once: every row of the tensor is named exactly once, in parts of an attention site by all of them together, so
+        arriving rows are stored; otherwise they are summed.
+    """
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    num_rows: int
+    once: bool
+
+    @property
+    def num_named(self) -> int:
+        """Rows that take part, counted as often as they do."""
+        return sum(piece.num_rows for pieces in self.pieces for piece in pieces)
+
+    def to(self, device: torch.device) -> BlockSide:
+        """The same side with its indices on another device."""
+        return replace(self, pieces=tuple(tuple(piece.to(device) for piece in peer) for peer in self.pieces))
 
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
     """Rows that leave `src` arrive at `dst`; both are this rank's sides of the exchange."""
 
-    src: Side
-    dst: Side
+    src: Side | BlockSide
+    dst: Side | BlockSide
 
     def inverse(self) -> RowMap:
-        """The way back."""
+        """The way back, the same object each time."""
+        return self._back
+
+    @cached_property
+    def _back(self) -> RowMap:
         return RowMap(self.dst, self.src)
+
+    @cached_property
+    def wires(self) -> dict[tuple[int, ...], Any]:
+        """What exchanges of this map have worked out once, by the widths of their rows."""
+        return {}
+
+    def to(self, device: torch.device) -> RowMap:
+        """The same map with its indices on another device."""
+        return RowMap(self.src.to(device), self.dst.to(device))
 
     @cached_property
     def is_identity(self) -> bool:
         """True where nothing moves and nothing is reordered."""
-        src, dst = self.src, self.dst
-        return src.once and dst.once and len(src.counts) == 1 and torch.equal(src.rows, dst.rows)
-
-    def to(self, device: torch.device) -> RowMap:
-        """The same map with its row numbers on another device."""
-        return RowMap(*(replace(side, rows=side.rows.to(device, non_blocking=True)) for side in (self.src, self.dst)))
+        if len(self.src.pieces) > 1 or not (self.src.once and self.dst.once):
+            return False
+        return all(a.same_rows(b) for a, b in zip(self.src.pieces[0], self.dst.pieces[0], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +137,19 @@ class Route:
     to_tiles: tuple[RowMap, RowMap, RowMap]
     calls: tuple[KernelCall, ...]
 
+    def filling(self, q_once: bool, kv_once: bool) -> Route:
+        """The same route as one of several that fill the same shards, each row once or not."""
+        q, kv, _ = self.to_tiles
+        q, kv = (RowMap(replace(m.src, once=once), m.dst) for m, once in ((q, q_once), (kv, kv_once)))
+        return replace(self, to_tiles=(q, kv, kv))
+
     @cached_property
     def from_tiles(self) -> tuple[RowMap]:
         """The output rows return the way the Q rows came."""
         return (self.to_tiles[0].inverse(),)
 
     def to(self, device: torch.device) -> Route:
-        """The same route with its row numbers on another device."""
+        """The same route with its indices on another device."""
         if device.type == "cpu":
             return self
         q, k = (row_map.to(device) for row_map in self.to_tiles[:2])
@@ -110,7 +167,7 @@ class Move:
     rows: RowMap
 
     def to(self, device: torch.device) -> Move:
-        """The same move with its row numbers on another device."""
+        """The same move with its indices on another device."""
         return self if device.type == "cpu" else Move(block=self.block, rows=self.rows.to(device))
 
     def inverse(self) -> Move:
@@ -124,8 +181,24 @@ def build_route(
     """The route of `rank` at sites of `kind`; `blocks` are the exchange blocks of the micro-batch at that kind."""
     block, shards, tiles = block_of(rank, blocks), microbatch.shards_at(kind), microbatch.tiles[kind]
     q_map, kv_map = _row_maps(shards, tiles, spec, rank, block)
-    my_tiles = tiles.rows[_my_tiles(tiles, rank)]
+    my_tiles = tiles.rows[_my_tiles(tiles, spec, rank)]
     return Route(block=block, to_tiles=(q_map, kv_map, kv_map), calls=_kernel_calls(my_tiles, spec))
+
+
+def build_parts(
+    microbatch: MicrobatchPlan, kind: str, spec: AttentionSpec, rank: int, blocks: tuple[Block, ...], num_parts: int
+) -> tuple[Route, ...]:
+    """The route in parts, each with some of the tiles: as many on all ranks of a block, one without a block."""
+    if block_of(rank, blocks) is None:
+        return (build_route(microbatch, kind, spec, rank, blocks),)
+    parts = [
+        build_route(replace(microbatch, tiles={kind: tiles}), kind, spec, rank, blocks)
+        for tiles in split_tiles(microbatch.tiles[kind], spec, num_parts)
+    ]
+    # Parts have the shard side in common: whether its rows go out once is a matter of all of them.
+    named = [sum(part.to_tiles[i].src.num_named for part in parts) for i in (0, 1)]
+    q_once, kv_once = (num == parts[0].to_tiles[i].src.num_rows for i, num in enumerate(named))
+    return tuple(part.filling(q_once, kv_once) for part in parts)
 
 
 def build_move(source: Table[Shard], target: Table[Shard], rank: int, blocks: tuple[Block, ...]) -> Move:
@@ -140,10 +213,10 @@ def block_of(rank: int, blocks: tuple[Block, ...]) -> Block | None:
     return next((b for b in blocks if b.lo <= rank < b.hi), None)
 
 
-def _my_tiles(tiles: Table[Tile], rank: int) -> Ints:
-    """Row numbers of this rank's tiles in the order of the tile-side rows."""
+def _my_tiles(tiles: Table[Tile], spec: AttentionSpec, rank: int) -> Ints:
+    """Row numbers of this rank's tiles in the order of the tile-side rows: by heads, then sample, then queries."""
     mine = np.flatnonzero(tiles.column("rank") == rank)
-    return np.asarray(mine[np.lexsort([tiles.column(name)[mine] for name in ("q0", "sample", "h1", "h0")])])
+    return np.asarray(mine[np.argsort(_head_range(tiles, spec)[mine], kind="stable")])
 
 
 def _row_maps(
@@ -151,25 +224,52 @@ def _row_maps(
 ) -> tuple[RowMap, RowMap]:
     """The maps of query rows and of key rows."""
     peers = block or Block(rank, rank + 1)
-    my_shards, my_tiles = np.flatnonzero(shards.column("rank") == rank), _my_tiles(tiles, rank)
-    leaving = _in_wire_order(match(shards, tiles, shard_rows=my_shards), shards, tiles, by="dst")
-    arriving = _in_wire_order(match(shards, tiles, tile_rows=np.sort(my_tiles)), shards, tiles, by="src")
+    my_shards, my_tiles = np.flatnonzero(shards.column("rank") == rank), _my_tiles(tiles, spec, rank)
+    leaving, to_group = _in_wire_order(match(shards, tiles, shard_rows=my_shards), tiles, spec, by="dst")
+    arriving, from_group = _in_wire_order(match(shards, tiles, tile_rows=np.sort(my_tiles)), tiles, spec, by="src")
     q_map, kv_map = (
-        RowMap(
-            _shard_side(leaving, shards, tiles, my_shards, spec, peers, is_query=is_query),
-            _tile_side(arriving, tiles, my_tiles, spec, peers, is_query=is_query),
+        _row_map(
+            *_shard_runs(leaving, to_group, shards, tiles, my_shards, spec, is_query=is_query),
+            *_tile_runs(arriving, from_group, tiles, my_tiles, spec, is_query=is_query),
+            peers,
+            rank,
         )
         for is_query in (True, False)
     )
     return q_map, kv_map
 
 
-def _in_wire_order(transfers: Transfers, shards: Table[Shard], tiles: Table[Tile], by: str) -> Transfers:
-    """Sorted by peer, then by the tile order of the receiver, then by position: the same order at both ends."""
-    keys = [shards.column("lo")[transfers.shard]]
-    keys += [tiles.column(name)[transfers.tile] for name in ("q0", "sample", "h1", "h0")]
-    order = np.lexsort([*keys, getattr(transfers, by)])
-    return Transfers(**{name: column[order] for name, column in vars(transfers).items()})
+def _row_map(leaving: Runs, num_src_rows: int, arriving: Runs, num_dst_rows: int, peers: Block, rank: int) -> RowMap:
+    """Rows that stay are cut alike on both sides. In a valid plan every row is needed, so the sum shows duplicates."""
+    (src,), (dst,) = cut(leaving.but_peer(rank)), cut(arriving.but_peer(rank))
+    own_src, own_dst = cut(leaving.of_peer(rank), arriving.of_peer(rank))
+    sides = (
+        BlockSide(
+            pieces=tuple(tuple(pieces.get(peer, ())) for peer in range(peers.lo, peers.hi)),
+            num_rows=num_rows,
+            once=runs.num_rows == num_rows,
+        )
+        for pieces, runs, num_rows in (
+            (src | own_src, leaving, num_src_rows),
+            (dst | own_dst, arriving, num_dst_rows),
+        )
+    )
+    return RowMap(*sides)
+
+
+def _in_wire_order(transfers: Transfers, tiles: Table[Tile], spec: AttentionSpec, by: str) -> tuple[Transfers, Ints]:
+    """Sorted by peer, then by the tile order of the receiver, then by position: the same order at both ends.
+
+    Also the number of each transfer's peer and heads. `match` has sorted by sample, queries and position already.
+    """
+    group = getattr(transfers, by) * (spec.num_heads + 1) ** 2 + _head_range(tiles, spec)[transfers.tile]
+    order = np.argsort(group, kind="stable")
+    return Transfers(**{name: column[order] for name, column in vars(transfers).items()}), group[order]
+
+
+def _head_range(tiles: Table[Tile], spec: AttentionSpec) -> Ints:
+    """A number for the heads of each tile, ascending with h0, then h1."""
+    return tiles.column("h0") * (spec.num_heads + 1) + tiles.column("h1")
 
 
 def _ranges(transfers: Transfers, is_query: bool) -> tuple[Ints, Ints]:
@@ -180,17 +280,17 @@ def _heads(h0: Ints, h1: Ints, spec: AttentionSpec, is_query: bool) -> tuple[Int
     return (h0, h1) if is_query else spec.kv_range(h0, h1)
 
 
-def _shard_side(
+def _shard_runs(
     leaving: Transfers,
+    group: Ints,
     shards: Table[Shard],
     tiles: Table[Tile],
     my_shards: Ints,
     spec: AttentionSpec,
-    peers: Block,
     *,
     is_query: bool,
-) -> Side:
-    """Rows of the local [T, heads] that go to each peer."""
+) -> tuple[Runs, int]:
+    """Rows of the local [T, heads] that go to each peer, and how many the tensor has."""
     lengths = shards.column("hi")[my_shards] - shards.column("lo")[my_shards]
     first_token = np.zeros(len(shards), np.int64)
     first_token[my_shards] = np.cumsum(lengths) - lengths
@@ -198,20 +298,24 @@ def _shard_side(
     h0, h1 = _heads(tiles.column("h0")[leaving.tile], tiles.column("h1")[leaving.tile], spec, is_query)
     num_heads = spec.num_heads if is_query else spec.num_kv_heads
     token = first_token[leaving.shard] + lo - shards.column("lo")[leaving.shard]
-    rows = _block_rows(token, hi - lo, num_heads, h0, h1 - h0)
-    return _side(rows, (hi - lo) * (h1 - h0), leaving.dst, peers, int(lengths.sum()) * num_heads)
+    runs = Runs(
+        peer=leaving.dst,
+        group=group,
+        first=token * num_heads + h0,
+        stride=np.full_like(token, num_heads),
+        width=h1 - h0,
+        length=hi - lo,
+    )
+    return runs.nonempty(), int(lengths.sum()) * num_heads
 
 
-def _tile_side(
-    arriving: Transfers,
-    tiles: Table[Tile],
-    my_tiles: Ints,
-    spec: AttentionSpec,
-    peers: Block,
-    *,
-    is_query: bool,
-) -> Side:
-    """Rows of this rank's tiles that come from each peer; each tile's rows are [tokens, heads], tile after tile."""
+def _tile_runs(
+    arriving: Transfers, group: Ints, tiles: Table[Tile], my_tiles: Ints, spec: AttentionSpec, *, is_query: bool
+) -> tuple[Runs, int]:
+    """Rows of this rank's tiles that come from each peer, and how many there are.
+
+    Each tile's rows are [tokens, heads], tile after tile.
+    """
     mine = {name: tiles.column(name)[my_tiles] for name in Tile._fields}
     begin = mine["q0"] if is_query else mine["k0"]
     h0, h1 = _heads(mine["h0"], mine["h1"], spec, is_query)
@@ -220,23 +324,15 @@ def _tile_side(
     base[my_tiles], heads[my_tiles], start[my_tiles] = np.cumsum(sizes) - sizes, h1 - h0, begin
     lo, hi = _ranges(arriving, is_query)
     width = heads[arriving.tile]
-    first_row = base[arriving.tile] + (lo - start[arriving.tile]) * width
-    rows = _block_rows(first_row, np.ones_like(lo), 1, np.zeros_like(lo), (hi - lo) * width)
-    return _side(rows, (hi - lo) * width, arriving.src, peers, int(sizes.sum()))
-
-
-def _block_rows(first: Ints, num: Ints, stride: int, offset: Ints, width: Ints) -> Ints:
-    """Rows (first + i) * stride + offset + j for i < num, j < width of every block, block after block."""
-    sizes = num * width
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    i, j = np.divmod(within, np.repeat(width, sizes))
-    return (np.repeat(first, sizes) + i) * stride + np.repeat(offset, sizes) + j
-
-
-def _side(rows: Ints, sizes: Ints, peer: Ints, peers: Block, num_rows: int) -> Side:
-    counts = np.bincount(peer - peers.lo, weights=sizes, minlength=peers.size).astype(np.int64)
-    once = len(rows) == num_rows and bool((np.bincount(rows, minlength=num_rows) == 1).all())
-    return Side(torch.from_numpy(rows), tuple(counts.tolist()), num_rows, once)
+    runs = Runs(
+        peer=arriving.src,
+        group=group,
+        first=base[arriving.tile] + (lo - start[arriving.tile]) * width,
+        stride=width,
+        width=width,
+        length=hi - lo,
+    )
+    return runs.nonempty(), int(sizes.sum())
 
 
 def _kernel_calls(rows: Ints, spec: AttentionSpec) -> tuple[KernelCall, ...]:

@@ -21,14 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from layerwise.errors import PlanMismatchError, SpecError, UnsupportedError
-from layerwise.exchange import Meter, Site, exchange
+from layerwise.attention_call import attend, check_call
+from layerwise.errors import PlanMismatchError, SpecError
+from layerwise.exchange import Flight, Meter, Site, depart, exchange, land, range_name
+from layerwise.graph_break import outside_graph
 from layerwise.groups import World
-from layerwise.kernels import varlen_attention
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
-from layerwise.route import Move, Route, block_of, build_move, build_route
+from layerwise.route import Move, Route, block_of, build_move, build_parts, build_route
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import Block, exchange_blocks, move_blocks, shard_blocks
 
@@ -53,6 +55,7 @@ class Routes:
     """What one rank needs to run one micro-batch.
 
     attention, by_kind: the attention and the route of each layer kind.
+    parts: the route of each layer kind in parts that overlap; one part is the whole.
     places: the local tokens at HOME, and in layers of kinds with shards of their own.
     moves: by source and target place, for any two places.
     piece_samples: the samples of which this rank holds tokens at some place, ascending, int64 [pieces].
@@ -64,6 +67,7 @@ class Routes:
     backend: str
     attention: dict[str, AttentionSpec]
     by_kind: dict[str, Route]
+    parts: dict[str, tuple[Route, ...]]
     places: dict[str, LocalTokens]
     moves: dict[tuple[str, str], Move]
     piece_samples: Ints
@@ -95,32 +99,50 @@ def build_routes(
     meter: Meter | None = None,
     backend: str = "auto",
     device: torch.device | None = None,
+    overlap_parts: int = 1,
 ) -> Routes:
-    """The routes of this rank for micro-batch `index` of the plan. No collective: it may run ahead, on any thread."""
+    """The routes of this rank for micro-batch `index` of the plan. No collective: it may run ahead, on any thread.
+
+    overlap_parts: cut each attention site into so many parts, whose exchanges run while other parts' attention
+    computes. Each part has two all-to-alls of its own; their bytes are together what they are without parts.
+    Raises SpecError where plan and world differ, or for fewer than one part.
+    """
     if (plan.num_ranks, plan.ranks_per_node) != (world.num_ranks, world.ranks_per_node):
         raise SpecError(
             f"the plan is for {plan.num_ranks} ranks, {plan.ranks_per_node} per node, but the run has "
             f"{world.num_ranks} ranks, {world.ranks_per_node} per node: plan with the cluster that you run on"
         )
     for kind, spec in plan.attention.items():
-        if spec.linear:
-            raise SpecError(f"{kind}: plans may have linear mixers, but there is no kernel yet that runs them")
+        if spec.linear and not spec.mixer:
+            raise SpecError(
+                f"{kind}: plans may split linear mixers by heads, but there is no kernel yet that runs them; a "
+                "ModelSpec with linear_mixer runs each sample on one rank"
+            )
+    if overlap_parts < 1:
+        raise SpecError(f"overlap_parts={overlap_parts} must be at least 1; 1 is no overlap")
     microbatch, size = plan.microbatches[index], (plan.num_ranks, plan.ranks_per_node)
     device = device or torch.device("cpu")
     places = microbatch.places
     owners = np.concatenate([shards.rows[:, :2] for shards in places.values()])
     pieces = np.unique(owners[owners[:, 1] == world.rank, 0])
     shard_block = block_of(world.rank, shard_blocks(microbatch, *size))
-    routes = {
-        kind: build_route(microbatch, kind, spec, world.rank, exchange_blocks(microbatch, kind, *size)).to(device)
+    blocks = {kind: exchange_blocks(microbatch, kind, *size) for kind in plan.attention}
+    by_kind = {
+        kind: build_route(microbatch, kind, spec, world.rank, blocks[kind]).to(device)
         for kind, spec in plan.attention.items()
     }
+    parts: dict[str, tuple[Route, ...]] = {kind: (route,) for kind, route in by_kind.items()}
+    if overlap_parts > 1:
+        for kind, spec in plan.attention.items():
+            cut = build_parts(microbatch, kind, spec, world.rank, blocks[kind], overlap_parts)
+            parts[kind] = tuple(part.to(device) for part in cut)
     return Routes(
         world=world,
         meter=meter or Meter(world.ranks_per_node),
         backend=backend,
         attention=plan.attention,
-        by_kind=routes,
+        by_kind=by_kind,
+        parts=parts,
         places={place: _local_tokens(shards, pieces, world.rank, device) for place, shards in places.items()},
         moves=_build_moves(microbatch, size, world.rank, device),
         piece_samples=pieces,
@@ -230,6 +252,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts)
 
 
+@outside_graph
 def relocate(hidden: Tensor, *, source: str = HOME, target: str = HOME, routes: Routes | None = None) -> Tensor:
     """Hidden states moved from where layers of kind `source` keep them to where those of `target` do.
 
@@ -252,6 +275,7 @@ def relocate(hidden: Tensor, *, source: str = HOME, target: str = HOME, routes: 
     return moved
 
 
+@outside_graph
 def attention(
     q: Tensor,
     k: Tensor,
@@ -270,79 +294,24 @@ def attention(
     kind: the layer kind, e.g. "full_attention"; window: the sliding window if the caller wants it checked against
     the plan's.
     scale: of the scores, default D ** -0.5. sinks: [H], a logit per head that takes part in the softmax only.
-    Returns [T, H, Dv]. Runs two all-to-alls where this rank's exchange block is wider than one rank, else none.
+    Returns [T, H, Dv]. Runs two all-to-alls per part where this rank's exchange block is wider than one rank, else
+    none.
     Raises SpecError for shapes or windows that are not the plan's.
     """
     routes = routes or current_routes()
     num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
-    spec, route = routes.attention[kind], routes.by_kind[kind]
-    _check_call(q, k, v, spec, kind, window, sinks, num_tokens)
-    site = Site(kind, routes.world.comm(route.block), routes.meter)
-    rows = exchange((q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), route.to_tiles, site)
-    out = _attend(rows, route, spec, scale, sinks, routes.backend)
-    (local,) = exchange((out,), route.from_tiles, site)
+    spec, route, parts = routes.attention[kind], routes.by_kind[kind], routes.parts[kind]
+    check_call(q, k, v, spec, kind, window, sinks, num_tokens)
+    comm = routes.world.comm(route.block)
+    site_in, site_out = (Site(kind, comm, routes.meter, name) for name in ("exchange_in", "exchange_out"))
+    there = tuple(Flight(part.to_tiles, site_in) for part in parts)
+    back = tuple(Flight(part.from_tiles, site_out) for part in parts)
+    tickets = depart(there, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
+    returning = []
+    for part, to_tiles, ticket, from_tiles in zip(parts, there, tickets, back, strict=True):
+        rows = land((to_tiles,), [ticket])
+        with record_function(range_name("attention", kind)):
+            out = attend(rows, part, spec, scale, sinks, routes.backend)
+        returning += depart((from_tiles,), (out,))
+    (local,) = land(back, returning)
     return local.view(q.shape[0], spec.num_heads, spec.v_head_dim)
-
-
-def _attend(
-    rows: tuple[Tensor, ...],
-    route: Route,
-    spec: AttentionSpec,
-    scale: float | None,
-    sinks: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """Run the kernel calls over the tile-side rows; [rows, Dv] in tile order."""
-    q_rows, k_rows, v_rows = rows
-    q_sizes = [call.segments.total_q * (call.h1 - call.h0) for call in route.calls]
-    kv_sizes = [call.segments.total_k * call.num_kv_heads for call in route.calls]
-    parts = zip(route.calls, q_rows.split(q_sizes), k_rows.split(kv_sizes), v_rows.split(kv_sizes), strict=True)
-    outs = [
-        varlen_attention(
-            q.view(-1, call.h1 - call.h0, spec.head_dim),
-            k.view(-1, call.num_kv_heads, spec.head_dim),
-            v.view(-1, call.num_kv_heads, spec.v_head_dim),
-            call.segments,
-            window=spec.window,
-            scale=scale,
-            sinks=None if sinks is None else sinks[call.h0 : call.h1],
-            backend=backend,
-        ).reshape(-1, spec.v_head_dim)
-        for call, q, k, v in parts
-    ]
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    kind: str,
-    window: int | None,
-    sinks: Tensor | None,
-    num_tokens: int,
-) -> None:
-    expected = {
-        "q": (num_tokens, spec.num_heads, spec.head_dim),
-        "k": (num_tokens, spec.num_kv_heads, spec.head_dim),
-        "v": (num_tokens, spec.num_kv_heads, spec.v_head_dim),
-    }
-    for (name, shape), tensor in zip(expected.items(), (q, k, v), strict=True):
-        if tuple(tensor.shape) != shape:
-            raise SpecError(
-                f"{kind}: {name} has shape {tuple(tensor.shape)}, the plan expects [tokens, heads, dim] = {shape}: "
-                "packed rows without a batch dimension, heads before dim, KV heads not expanded"
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise SpecError(
-            f"{kind}: q, k and v travel in one buffer and need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if window is not None and window != spec.window:
-        raise UnsupportedError(
-            f"{kind}: the layer asks for window={window}, the plan was made for window={spec.window}"
-        )
-    if sinks is not None and tuple(sinks.shape) != (spec.num_heads,):
-        raise SpecError(
-            f"{kind}: sinks have shape {tuple(sinks.shape)}, expected one per query head: ({spec.num_heads},)"
-        )

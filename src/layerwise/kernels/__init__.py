@@ -6,6 +6,7 @@
       "flash"         flash-attn's varlen kernel, CUDA
       "torch_varlen"  torch's own varlen kernel, CUDA
       "auto"          the fastest of them that can run the call
+      a Kernel        any function of its arguments, for a kernel of your own; nothing needs to be registered
 
 Every kernel has the same contract, tested against the reference. Chunked attention needs no kernel of its
 own: the caller cuts segments at chunk boundaries.
@@ -23,8 +24,10 @@ from torch import Tensor
 from layerwise.errors import SpecError
 from layerwise.kernels.segments import Segments
 
-__all__ = ["BACKENDS", "Segments", "check_backend", "varlen_attention"]
+__all__ = ["BACKENDS", "Kernel", "Segments", "check_backend", "varlen_attention"]
 
+# kernel(q, k, v, segments, window, scale, sinks) -> [Tq, H, Dv], shapes as in varlen_attention. No segment is empty,
+# scale is a number and sinks have q's dtype. The result carries a graph to q, k and v.
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, float, Tensor | None], Tensor]
 
 # Where each kernel lives; a module is imported when its kernel is first used.
@@ -45,7 +48,7 @@ def varlen_attention(
     window: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    backend: str = "auto",
+    backend: str | Kernel = "auto",
 ) -> Tensor:
     """Causal attention within each segment; rows of different segments never meet.
 
@@ -57,7 +60,7 @@ def varlen_attention(
         window: keys that a query sees, its own included (Hugging Face's `sliding_window`); None: no limit.
         scale: factor of the scores; None: D ** -0.5.
         sinks: [H] logits of one extra key per head, with value zero, that every query sees (gpt-oss).
-        backend: a name in BACKENDS, or "auto".
+        backend: a name in BACKENDS, "auto", or a Kernel.
 
     Returns:
         [Tq, H, Dv]. It carries a graph to q, k, v and sinks even without rows, so that a rank without tokens
@@ -67,7 +70,9 @@ def varlen_attention(
     """
     _check(q, k, v, segments, window, sinks)
     sinks = None if sinks is None else sinks.to(q.dtype)
-    kernel = _load_kernel(_choose_backend(q, v, sinks) if backend == "auto" else backend)
+    if backend == "auto":
+        backend = _choose_backend(q, v, sinks)
+    kernel = _load_kernel(backend) if isinstance(backend, str) else backend
     # Empty segments make some kernels fail, in backward only, so no kernel gets to see one.
     live = segments.with_queries
     if live.total_k != segments.total_k:

@@ -1,0 +1,131 @@
+"""The exchange of one step of every strategy, forward and backward, beside a bare all_to_all_single of the same rows.
+
+    python -m benchmarks.exchange [--ranks 4] [--megabytes 1,16,64] [--strategies a,b] [--repeats 7] [--json FILE]
+
+Forked local ranks over gloo, two nodes in name only. Also the memory that an exchange takes beyond its results, the
+time to build routes, and the all-to-alls of other libraries where they are installed. Exits with status 1 where a
+figure is missed; docs/exchange.md explains them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.exchange import build
+from benchmarks.exchange.figures import Figure, report
+from benchmarks.exchange.measure import interleaved_s, peak_bytes
+from benchmarks.exchange.peers import make_peers
+from benchmarks.exchange.plans import ELEMENT_BYTES, MB, MODEL, TOKEN_BYTES, plan_of
+from benchmarks.exchange.step import StepExchange, bare_calls, make_step
+from layerwise.exchange import Site, exchange
+from layerwise.groups import World
+from layerwise.planners import STRATEGIES
+from layerwise.staging import STAGING
+from layerwise.train.launch import launch
+
+MAX_OVER_BARE = 1.15
+MAX_BUILD_MS = 5.0
+MEMORY_MEGABYTES = 4.0
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--megabytes", default="1,16,64", help="Q, K and V rows of a rank, sizes to try")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    return parser.parse_args()
+
+
+def speed_figures(world: World, strategies: Sequence[str], sizes: Sequence[float], repeats: int) -> Iterator[Figure]:
+    """Time of the exchange over that of the bare calls."""
+    for megabytes in sizes:
+        for strategy in strategies:
+            step = make_step(plan_of(strategy, world.num_ranks, megabytes), world, MODEL.hidden_size)
+            bare = bare_calls(step)
+            runs = {"exchange": step.run, "bare": bare.run, "copies": bare.run_with_copies}
+            ms = {name: 1000 * seconds for name, seconds in interleaved_s(runs, repeats).items()}
+            detail = f"{ms['exchange']:.1f} ms; bare {ms['bare']:.1f}, with two copies {ms['copies']:.1f}"
+            name = f"{megabytes:g} MB, {strategy}"
+            yield Figure(name, ms["exchange"] / ms["bare"], MAX_OVER_BARE, "x bare", detail)
+
+
+def memory_figures(world: World, strategies: Sequence[str]) -> Iterator[Figure]:
+    """What an exchange of Q, K and V holds at most, beyond its results, over its send and receive buffers."""
+    for strategy in strategies:
+        step = make_step(plan_of(strategy, world.num_ranks, MEMORY_MEGABYTES), world, MODEL.hidden_size)
+        extra = [_extra_over_buffers(step, kind) for kind in step.inputs]
+        worst = torch.tensor(max(extra), dtype=torch.float64)
+        torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+        yield Figure(f"extra memory, {strategy}", worst.item(), 1.0, "x buffers")
+
+
+def _extra_over_buffers(step: StepExchange, kind: str) -> float:
+    route = step.routes.by_kind[kind]
+    site = Site(kind, step.routes.world.comm(route.block), step.routes.meter)
+    results: list[tuple[torch.Tensor, ...]] = []
+    STAGING.clear()
+    peak = peak_bytes(lambda: results.append(exchange(step.inputs[kind], route.to_tiles, site)))
+    if site.comm is None:
+        return 0.0
+    (wire,) = route.to_tiles[0].wires.values()
+    buffers = (sum(wire.send_splits) + sum(wire.recv_splits)) * ELEMENT_BYTES
+    made = sum(x.numel() * ELEMENT_BYTES for x in results[0])
+    return (peak - made) / buffers
+
+
+def peer_figures(world: World, sizes: Sequence[float], repeats: int) -> Iterator[Figure]:
+    """Our time over each peer's, where one sample is spread evenly."""
+    for megabytes in sizes:
+        runs = make_peers(world, int(megabytes * MB / TOKEN_BYTES))
+        seconds = interleaved_s(runs, repeats)
+        ours = seconds.pop("layerwise")
+        for name, theirs in seconds.items():
+            detail = f"{1000 * ours:.1f} ms; theirs {1000 * theirs:.1f}"
+            yield Figure(f"{megabytes:g} MB, over {name}", ours / theirs, 1.0, "x theirs", detail)
+
+
+def build_figures(strategies: Sequence[str], repeats: int) -> Iterator[Figure]:
+    """Milliseconds to build the route of each layer kind."""
+    for strategy in strategies:
+        for kind in build.MODEL.kinds:
+            yield Figure(f"route, {strategy}, {kind}", build.build_ms(strategy, kind, repeats), MAX_BUILD_MS, "ms")
+
+
+def on_ranks(options: argparse.Namespace, out: Path, world: World, device: torch.device) -> None:
+    """All figures that take several ranks; the first rank writes them down."""
+    strategies, sizes = options.strategies.split(","), [float(size) for size in options.megabytes.split(",")]
+    figures = [
+        *memory_figures(world, strategies),
+        *speed_figures(world, strategies, sizes, options.repeats),
+        *peer_figures(world, sizes, options.repeats),
+    ]
+    if world.rank == 0:
+        out.write_text(json.dumps([asdict(figure) for figure in figures]))
+
+
+def main() -> int:
+    """Measure, print and judge."""
+    options = arguments()
+    figures = list(build_figures(options.strategies.split(","), options.repeats))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        ranks = {"num_ranks": options.ranks, "ranks_per_node": options.ranks // 2}
+        launch(partial(on_ranks, options, out), **ranks, device="cpu", timeout_s=600)
+        figures += [Figure(**figure) for figure in json.loads(out.read_text())]
+    return report(f"The exchange on {options.ranks} local ranks over gloo", figures, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

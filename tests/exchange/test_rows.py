@@ -1,0 +1,141 @@
+"""Moves of rows, by torch and by Triton in its interpreter, against a loop over rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise import LocalWorld
+from layerwise.exchange import Site, exchange
+from layerwise.groups import World
+from layerwise.kernels.rows import Moves, Piece, move_rows
+from layerwise.runtime import build_routes, plan_blocks
+from layerwise.spec import AttentionSpec
+from tests.random_plans import random_step
+
+Mover = Callable[..., None]
+
+
+def triton_mover() -> Mover:
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1")
+    from layerwise.kernels.rows_triton import move_rows_triton
+
+    return move_rows_triton
+
+
+@pytest.fixture(params=["torch", "triton"])
+def mover(request: pytest.FixtureRequest) -> Mover:
+    return move_rows if request.param == "torch" else triton_mover()
+
+
+def rows_of(piece: Piece) -> list[int]:
+    tokens = range(piece.span) if piece.tokens is None else piece.tokens.tolist()
+    return [piece.first + t * piece.stride + j for t in tokens for j in range(piece.width)]
+
+
+def expected(x: Tensor, out: Tensor, moves: Moves, add: bool) -> Tensor:
+    """One row at a time, where both tensors have rows of C elements; else one element at a time."""
+    result = out.clone()
+    for source, target in zip(moves.sources, moves.targets, strict=True):
+        flat_source = [(r, c) for r in rows_of(source) for c in range(x.shape[1])]
+        flat_target = [(r, c) for r in rows_of(target) for c in range(out.shape[1])]
+        for here, there in zip(flat_source, flat_target, strict=True):
+            result[there] = result[there] + x[here].to(out.dtype) if add else x[here]
+    return result
+
+
+def index(*tokens: int) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+# Of [12 tokens x 4 heads] rows: a block, a long block of one head, and tokens that are listed.
+ROWS = (Piece(2, 4, 2, 3, 3), Piece(0, 4, 1, 12, 12), Piece(15, 4, 1, 3, 9, index(0, 3, 8)))
+FLAT = (Piece(5, 10, 10, 3, 3), Piece(40, 5, 5, 12, 12), Piece(100, 5, 5, 3, 3))
+PACKED = (Piece(0, 2, 2, 3, 3), Piece(6, 1, 1, 12, 12), Piece(18, 1, 1, 3, 4, index(0, 1, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("way", ["pack", "unpack", "stay", "sum"])
+def test_moves_equal_a_loop(mover: Mover, way: str, dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(0)
+    rows, flat, packed = (torch.randn(*s, generator=make).to(dtype) for s in ((48, 5), (120, 1), (24, 5)))
+    wide = torch.promote_types(dtype, torch.float32)
+    x, out, moves = {
+        "pack": (rows, flat, Moves(ROWS, FLAT)),
+        "unpack": (flat, packed, Moves(FLAT, PACKED)),
+        "stay": (rows, packed, Moves(ROWS, PACKED)),
+        "sum": (flat, rows.to(wide), Moves(FLAT, ROWS)),
+    }[way]
+    wanted = expected(x, out, moves, add=way == "sum")
+    mover(x, out, moves, add=way == "sum")
+    torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_named_by_several_pieces_are_summed(mover: Mover) -> None:
+    flat, out = torch.arange(1.0, 13.0).view(-1, 1), torch.zeros(6, 1)
+    twice = (Piece(0, 1, 1, 6, 6), Piece(2, 1, 1, 3, 3), Piece(0, 1, 1, 3, 6, index(1, 2, 5)))
+    mover(flat, out, Moves((Piece(0, 1, 1, 6, 6), Piece(6, 1, 1, 3, 3), Piece(9, 1, 1, 3, 3)), twice), add=True)
+    assert out.flatten().tolist() == [1.0, 2 + 10, 3 + 7 + 11, 4 + 8, 5 + 9, 6 + 12]
+
+
+def test_long_and_wide_pieces(mover: Mover) -> None:
+    """More tokens than one program takes, and more elements of each than fit one block."""
+    x = torch.randn(70 * 3, 150, generator=torch.Generator().manual_seed(1))
+    order = index(*np.random.default_rng(0).permutation(70).tolist())
+    out = torch.zeros(140, 150)
+    mover(x, out, Moves((Piece(1, 3, 2, 70, 70, order),), (Piece(0, 2, 2, 70, 70),)), add=False)
+    assert torch.equal(out.view(70, 2, 150), x.view(70, 3, 150)[:, 1:][order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_exchange_by_triton_is_one_by_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Rows out, and gradients back to the rows that went to several places."""
+    mover = triton_mover()
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=3)
+    plan = random_step(np.random.default_rng(4), [37, 1, 9], {"full_attention": spec}, 4, 2)
+
+    def on_rank(world: World) -> list[Tensor]:
+        world.prepare(plan_blocks(plan))
+        routes = build_routes(plan, 0, world)
+        route = routes.by_kind["full_attention"]
+        site = Site("full_attention", world.comm(route.block), routes.meter)
+        make = torch.Generator().manual_seed(world.rank)
+        sizes = zip((m.src.num_rows for m in route.to_tiles), (8, 8, 3), strict=True)
+        rows = tuple(torch.randn(*size, generator=make).to(dtype).requires_grad_() for size in sizes)
+        arrived = exchange(rows, route.to_tiles, site)
+        grads = torch.autograd.grad(arrived, rows, [torch.randn(x.shape, generator=make).to(dtype) for x in arrived])
+        return [*arrived, *grads]
+
+    by_torch = LocalWorld(4, 2).run(on_rank)
+    one_at_a_time = Lock()  # ranks are threads, and the interpreter is for one
+
+    def move(*args: Any, **kwargs: Any) -> None:
+        with one_at_a_time:
+            mover(*args, **kwargs)
+
+    monkeypatch.setattr("layerwise.exchange.move_rows", move)
+    for ours, theirs in zip(LocalWorld(4, 2).run(on_rank), by_torch, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.slow
+def test_triton_agrees_in_its_interpreter() -> None:
+    """Triton decides when it is imported whether to interpret, so the tests above run again in another process."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", __file__, "-k", "triton and not interpreter", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout
