@@ -19,7 +19,7 @@ from benchmarks.exchange.step import make_step
 from layerwise.groups import World
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 
-Run = Callable[[], None]
+Run = Callable[[], object]
 FULL = "full_attention"
 
 
@@ -81,8 +81,8 @@ def _ulysses(swap: Callable[[Tensor, bool], Tensor], num_tokens: int, num_ranks:
     grads = [random(num_tokens, spec.num_heads)]
     grads += [random(num_tokens * num_ranks, spec.num_kv_heads // num_ranks) for _ in range(2)]
 
-    def run() -> None:
+    def run() -> tuple[Tensor, ...]:
         q, k, v = (swap(x, True) for x in rows)
-        torch.autograd.grad((swap(q, False), k, v), rows, grads)
+        return (q, k, v, *torch.autograd.grad((swap(q, False), k, v), rows, grads))
 
     return run

@@ -30,14 +30,16 @@ class StepExchange:
     grads: dict[str, tuple[Tensor, ...]]
     hidden: Tensor
 
-    def run(self) -> None:
-        """All exchanges of one step, and the moves of a strategy that has them."""
+    def run(self) -> list[Tensor]:
+        """All exchanges of one step, and the moves of a strategy that has them; a step's rows live until its end."""
+        made: list[Tensor] = []
         for kind, rows in self.inputs.items():
             moved = relocate(relocate(self.hidden, target=kind, routes=self.routes), source=kind, routes=self.routes)
             if moved is not self.hidden:
-                torch.autograd.grad(moved, self.hidden, self.hidden.detach())
-            results = self.there_and_back(kind)
-            torch.autograd.grad(results, rows, self.grads[kind])
+                made += [moved, *torch.autograd.grad(moved, self.hidden, self.hidden.detach())]
+            arrived = self.there_and_back(kind)
+            made += [*arrived, *torch.autograd.grad(arrived, rows, self.grads[kind])]
+        return made
 
     def there_and_back(self, kind: str) -> tuple[Tensor, ...]:
         """Q as if it were the output, and K and V as the kernel gets them."""

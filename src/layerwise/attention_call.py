@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import SpecError, UnsupportedError
-from layerwise.kernels import varlen_attention
+from layerwise.kernels import Kernel, varlen_attention
 from layerwise.route import Route
 from layerwise.spec import AttentionSpec
 
@@ -17,7 +17,7 @@ def attend(
     spec: AttentionSpec,
     scale: float | None,
     sinks: Tensor | None,
-    backend: str,
+    backend: str | Kernel,
 ) -> Tensor:
     """Run the kernel calls over the tile-side rows; [rows, Dv] in tile order."""
     q_rows, k_rows, v_rows = rows

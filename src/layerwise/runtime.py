@@ -29,6 +29,7 @@ from layerwise.errors import PlanMismatchError, SpecError
 from layerwise.exchange import Flight, Meter, Site, depart, exchange, land, range_name
 from layerwise.graph_break import outside_graph
 from layerwise.groups import World
+from layerwise.kernels import Kernel
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
 from layerwise.route import Move, Route, block_of, build_move, build_parts, build_route
 from layerwise.spec import AttentionSpec
@@ -64,7 +65,7 @@ class Routes:
 
     world: World
     meter: Meter
-    backend: str
+    backend: str | Kernel
     attention: dict[str, AttentionSpec]
     by_kind: dict[str, Route]
     parts: dict[str, tuple[Route, ...]]
@@ -97,7 +98,7 @@ def build_routes(
     world: World,
     *,
     meter: Meter | None = None,
-    backend: str = "auto",
+    backend: str | Kernel = "auto",
     device: torch.device | None = None,
     overlap_parts: int = 1,
 ) -> Routes:
