@@ -122,6 +122,7 @@ def train(
         prefetch=config.prefetch_steps,
         first_step=first_step,
         backend=config.attention_backend,
+        overlap_parts=config.overlap_parts,
         device=device,
     )
     started = time.perf_counter()
