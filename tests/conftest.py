@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Folders and files whose tests take minutes together: `make test` leaves them to `make test-slow`.
-SLOW = ("exact", "hf", "evaluate", "test_bounds.py", "test_calibrate.py")
+SLOW = ("exact", "hf", "evaluate", "test_bounds.py", "test_calibrate.py", "test_two_hosts.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
