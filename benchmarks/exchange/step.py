@@ -12,7 +12,7 @@ from torch import Tensor
 from layerwise.exchange import GroupComm, Meter, Site, exchange
 from layerwise.groups import World
 from layerwise.plan import HOME, StepPlan
-from layerwise.route import BlockSide, RowMap
+from layerwise.route import RowMap, Side
 from layerwise.runtime import Routes, build_routes, plan_blocks, relocate
 from layerwise.spec import AttentionSpec
 from layerwise.staging import STAGING
@@ -123,7 +123,7 @@ def _both_ways(maps: tuple[RowMap, ...], widths: list[int], comm: GroupComm | No
     return [(comm.group, there, back), (comm.group, back, there)]
 
 
-def _elements(sides: list[BlockSide], widths: list[int]) -> list[int]:
+def _elements(sides: list[Side], widths: list[int]) -> list[int]:
     """Elements per peer, those of the rank itself included."""
     rows = ([sum(piece.num_rows for piece in pieces) for pieces in side.pieces] for side in sides)
     return [sum(w * n for w, n in zip(widths, counts, strict=True)) for counts in zip(*rows, strict=True)]

@@ -69,12 +69,6 @@ class _TimedComm:
     def all_reduce(self, tensor: Tensor) -> None:
         self.inner.all_reduce(tensor)
 
-    def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
-        begin_s = time.monotonic()
-        recv = self.inner.all_to_all(send, send_splits, recv_splits)
-        self._log(self.meter.kind, begin_s)
-        return recv
-
     def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> Pending:
         begin_s = time.monotonic()
         pending = self.inner.start_all_to_all(send, recv, send_splits, recv_splits)

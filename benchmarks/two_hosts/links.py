@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from layerwise.errors import DataError
+from layerwise.exchange import all_to_all
 from layerwise.flops import Floats
 from layerwise.groups import World
 from layerwise.traffic import Block
@@ -85,7 +86,7 @@ def _call_s(world: World, block: Block, peers: list[bool], size: int) -> Floats:
     for _ in range(1 + NUM_CALLS):
         world.all_reduce(torch.zeros(1))
         begin = time.monotonic_ns()
-        comm.all_to_all(send, splits, splits)
+        all_to_all(comm, send, splits, splits)
         nanoseconds.append(time.monotonic_ns() - begin)
     return np.array(world.gather_ints(nanoseconds[1:])) / 1e9
 

@@ -35,6 +35,7 @@ from benchmarks.two_hosts.workload import (
 )
 from layerwise.cost import CostModel
 from layerwise.errors import LayerwiseError
+from layerwise.exchange import all_to_all
 from layerwise.files import write_whole
 from layerwise.groups import ProcessWorld, World
 from layerwise.plan import StepPlan
@@ -154,7 +155,7 @@ def measure_overhead(world: World) -> float:
     before = read_sent()
     dist.barrier()
     for _ in range(OVERHEAD_CALLS):
-        comm.all_to_all(torch.zeros(world.num_ranks, dtype=torch.uint8), splits, splits)
+        all_to_all(comm, torch.zeros(world.num_ranks, dtype=torch.uint8), splits, splits)
     dist.barrier()
     sent = read_sent().since(before).payload_bytes
     messages = OVERHEAD_CALLS * RANKS_PER_HOST * (world.num_ranks - RANKS_PER_HOST)

@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 
 from layerwise.graph_break import outside_graph
 from layerwise.kernels.rows import move_rows
-from layerwise.route import BlockSide, RowMap, Side
+from layerwise.route import RowMap, Side
 from layerwise.staging import STAGING
 from layerwise.traffic import Block
 from layerwise.wire import wire_of
@@ -43,11 +43,8 @@ class Comm(Protocol):
     def peer(self) -> int:
         """This rank's number among them."""
 
-    def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
-        """Exchange a flat buffer; splits are elements per peer. Returns a flat contiguous buffer."""
-
     def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> Pending:
-        """Begin to exchange flat buffers; neither may be touched before the wait."""
+        """Begin to exchange flat buffers, by elements per peer; neither may be touched before the wait."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the block, in place."""
@@ -61,16 +58,18 @@ class GroupComm:
     peer: int
     group: Any
 
-    def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
-        recv = send.new_empty(sum(recv_splits))
-        self.start_all_to_all(send, recv, send_splits, recv_splits).wait()
-        return recv
-
     def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> Pending:
         return dist.all_to_all_single(recv, send, recv_splits, send_splits, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+
+def all_to_all(comm: Comm, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
+    """Exchange a flat buffer; splits are elements per peer. Returns a new flat buffer."""
+    recv = send.new_empty(sum(recv_splits))
+    comm.start_all_to_all(send, recv, send_splits, recv_splits).wait()
+    return recv
 
 
 @dataclass
@@ -242,7 +241,7 @@ def _complete(legs: list[_Leg]) -> tuple[Tensor, ...]:
     return tuple(out.to(x.dtype) for x, out in zip(tensors, outs, strict=True))
 
 
-def _new_output(x: Tensor, side: Side | BlockSide) -> Tensor:
+def _new_output(x: Tensor, side: Side) -> Tensor:
     """Uninitialised where every row arrives once; otherwise zeros to sum into, in float32 or better."""
     shape = (side.num_rows, x.shape[1])
     return x.new_empty(shape) if side.once else x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -161,11 +161,6 @@ class _LocalComm:
     peer: int
     point: _MeetingPoint
 
-    def all_to_all(self, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> Tensor:
-        recv = send.new_empty(sum(recv_splits))
-        self.start_all_to_all(send, recv, send_splits, recv_splits)
-        return recv
-
     def start_all_to_all(self, send: Tensor, recv: Tensor, send_splits: list[int], recv_splits: list[int]) -> _Done:
         def read(parts: list[tuple[Tensor, ...]]) -> _Done:
             for peer, (theirs, expected) in enumerate(zip(parts, recv_splits, strict=True)):

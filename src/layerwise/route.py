@@ -28,38 +28,6 @@ from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Rows of one tensor on this rank that take part in an exchange, given by their numbers.
-
-    rows: int64 [sum of counts], row numbers grouped by peer, each peer's in the order both ends agree on.
-    counts: rows per peer of the block.
-    num_rows: rows of the whole tensor.
-    once: every row of the tensor is named exactly once, so arriving rows are stored; otherwise they are summed.
-    """
-
-    rows: Tensor
-    counts: tuple[int, ...]
-    num_rows: int
-    once: bool
-
-    @property
-    def num_named(self) -> int:
-        """Rows that take part, counted as often as they do."""
-        return len(self.rows)
-
-    @cached_property
-    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Each peer's rows, as one piece."""
-        every = {"first": 0, "stride": 1, "width": 1, "span": self.num_rows}
-        by_peer = self.rows.split(self.counts)
-        return tuple((Piece(**every, num_tokens=len(rows), tokens=rows),) if len(rows) else () for rows in by_peer)
-
-    def to(self, device: torch.device) -> Side:
-        """The same side with its row numbers on another device."""
-        return replace(self, rows=self.rows.to(device, non_blocking=True))
-
-
-@dataclass(frozen=True, eq=False)
-class BlockSide:
     """Rows of one tensor on this rank that take part in an exchange, as blocks of tokens and heads.
 
     pieces: those of each peer, in the order both ends agree on; this rank's own match the other side's one by one.
@@ -77,17 +45,24 @@ class BlockSide:
         """Rows that take part, counted as often as they do."""
         return sum(piece.num_rows for pieces in self.pieces for piece in pieces)
 
-    def to(self, device: torch.device) -> BlockSide:
+    def to(self, device: torch.device) -> Side:
         """The same side with its indices on another device."""
         return replace(self, pieces=tuple(tuple(piece.to(device) for piece in peer) for peer in self.pieces))
+
+
+def listed_side(rows: Tensor, counts: tuple[int, ...], num_rows: int, *, once: bool) -> Side:
+    """Rows given by their numbers, int64 [sum of counts], grouped by peer: `counts` of them each."""
+    every = {"first": 0, "stride": 1, "width": 1, "span": num_rows}
+    pieces = ((Piece(**every, num_tokens=len(of), tokens=of),) if len(of) else () for of in rows.split(counts))
+    return Side(pieces=tuple(pieces), num_rows=num_rows, once=once)
 
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
     """Rows that leave `src` arrive at `dst`; both are this rank's sides of the exchange."""
 
-    src: Side | BlockSide
-    dst: Side | BlockSide
+    src: Side
+    dst: Side
 
     def inverse(self) -> RowMap:
         """The way back, the same object each time."""
@@ -244,7 +219,7 @@ def _row_map(leaving: Runs, num_src_rows: int, arriving: Runs, num_dst_rows: int
     (src,), (dst,) = cut(leaving.but_peer(rank)), cut(arriving.but_peer(rank))
     own_src, own_dst = cut(leaving.of_peer(rank), arriving.of_peer(rank))
     sides = (
-        BlockSide(
+        Side(
             pieces=tuple(tuple(pieces.get(peer, ())) for peer in range(peers.lo, peers.hi)),
             num_rows=num_rows,
             once=runs.num_rows == num_rows,

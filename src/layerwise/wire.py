@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from layerwise.kernels.rows import Moves, Piece
-from layerwise.route import BlockSide, RowMap, Side
+from layerwise.route import RowMap, Side
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def wire_of(maps: tuple[RowMap, ...], widths: tuple[int, ...], me: int) -> Wire:
 
 
 def _lay_out(
-    sides: Sequence[Side | BlockSide], widths: tuple[int, ...], me: int
+    sides: Sequence[Side], widths: tuple[int, ...], me: int
 ) -> tuple[list[tuple[tuple[Piece, ...], tuple[Piece, ...]]], list[int]]:
     """For each tensor its pieces and where they lie in the buffer, and the elements per peer."""
     rows: list[list[Piece]] = [[] for _ in sides]

@@ -38,20 +38,13 @@ def routed(name: str) -> Any:
     return applied(tiny_model(name))
 
 
+# Sixteen are more ranks than query heads, with shards shorter than the window.
+@pytest.mark.parametrize("num_ranks", [4, 16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", TINY)
-def test_family_equals_itself(name: str, strategy: str) -> None:
-    planner = planner_for(strategy, 4, routed(name).config, MIXED)
-    ours, _ = on_ranks(routed(name), make_samples(MIXED), planner, 4)
-    assert_equal(routed(name), ours, expected(name, MIXED), 1e-9)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", TINY)
-def test_sixteen_ranks(name: str, strategy: str) -> None:
-    """More ranks than query heads; shards shorter than the window."""
-    planner = planner_for(strategy, 16, routed(name).config, MIXED)
-    ours, _ = on_ranks(routed(name), make_samples(MIXED), planner, 16)
+def test_family_equals_itself(name: str, strategy: str, num_ranks: int) -> None:
+    planner = planner_for(strategy, num_ranks, routed(name).config, MIXED)
+    ours, _ = on_ranks(routed(name), make_samples(MIXED), planner, num_ranks)
     assert_equal(routed(name), ours, expected(name, MIXED), 1e-9)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from layerwise.errors import PlanMismatchError, SpecError
+from layerwise.exchange import all_to_all
 from layerwise.groups import LocalWorld, ProcessWorld
 from layerwise.runtime import agree, attention, build_routes, plan_blocks
 from layerwise.spec import AttentionSpec
@@ -47,7 +48,7 @@ def test_different_splits_are_refused_by_the_local_world() -> None:
         comm = world.comm(Block(0, 2))
         send = [0, 3] if world.rank == 0 else [2, 0]
         receive = [0, 2] if world.rank == 0 else [4, 0]
-        comm.all_to_all(torch.zeros(sum(send)), send, receive)
+        all_to_all(comm, torch.zeros(sum(send)), send, receive)
 
     with pytest.raises(PlanMismatchError, match="sends 3 elements to rank 1, which expects 4"):
         LocalWorld(2, 2).run(on_rank)

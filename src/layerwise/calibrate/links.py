@@ -13,7 +13,7 @@ import torch
 
 from layerwise.calibrate.effort import Effort, median_s
 from layerwise.errors import DataError, SpecError
-from layerwise.exchange import Comm
+from layerwise.exchange import Comm, all_to_all
 from layerwise.groups import World
 from layerwise.traffic import Block
 
@@ -95,7 +95,7 @@ def _measure(world: World, comm: Comm | None, peers: list[bool], effort: Effort,
         splits = [size if talks else 0 for talks in peers]
         send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
         seconds = median_s(
-            partial(comm.all_to_all, send, splits, splits), device, EXTRA_REPEATS * effort.repeats, before=meet
+            partial(all_to_all, comm, send, splits, splits), device, EXTRA_REPEATS * effort.repeats, before=meet
         )
         nanoseconds.append(round(seconds * 1e9))
     slowest = np.max(world.gather_ints(nanoseconds), axis=0)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from layerwise import runtime
 from layerwise.errors import SpecError, UnsupportedError
-from layerwise.hf.calls import NAME, ROUTES, eager, is_empty, padded_positions, routes_of_call
+from layerwise.graph_break import outside_graph
+from layerwise.hf.calls import NAME, ROUTES, is_empty, padded_positions, routes_of_call
 from layerwise.hf.mixers import wrap_mixers
 from layerwise.hf.spec import layer_kinds, model_spec
 from layerwise.runtime import Routes
@@ -56,15 +57,16 @@ def apply(model: Any) -> None:
             "wrapping or compiling the model"
         )
     model_spec(model.config)
-    AttentionInterface.register(NAME, eager(attention_function))
+    AttentionInterface.register(NAME, attention_function)
     model.set_attn_implementation(NAME)
     if model.config.get_text_config()._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} does not look its attention up by name")
     wrap_mixers(model)
-    if eager(_prepare_inputs) not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(eager(_prepare_inputs), with_kwargs=True)
+    if _prepare_inputs not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
 
 
+@outside_graph
 def attention_function(
     module: Any,
     query: Tensor,
@@ -101,6 +103,7 @@ def _true_temperature(module: Any, query: Tensor, routes: Routes) -> Tensor:
     return (query * (true.to(query.dtype) / assumed.to(query.dtype))[:, None]).to(query.dtype)
 
 
+@outside_graph
 def _prepare_inputs(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]] | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerwise import runtime
@@ -30,12 +27,6 @@ def routes_of_call(caller: str, others: dict[str, Any]) -> Routes:
     if unknown:
         raise UnsupportedError(f"{caller} asks for {unknown}, which layerwise would have to ignore")
     return routes
-
-
-@cache
-def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch.compile leaves it alone: between it and what follows, every rank exchanges in one order."""
-    return torch.compiler.disable(fn)
 
 
 def is_empty(routes: Routes) -> bool:

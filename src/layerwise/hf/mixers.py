@@ -16,7 +16,8 @@ from torch import Tensor
 
 from layerwise.errors import UnsupportedError
 from layerwise.exchange import Site, exchange
-from layerwise.hf.calls import NAME, eager, is_empty, routes_of_call
+from layerwise.graph_break import outside_graph
+from layerwise.hf.calls import NAME, is_empty, routes_of_call
 from layerwise.hf.families import MIXERS
 from layerwise.hf.spec import layer_kinds
 from layerwise.runtime import Routes
@@ -55,10 +56,11 @@ class WholeSamples:
             return self.forward(hidden_states, **others)
         routes = routes_of_call("linear mixer", others)
         num_padding = int(is_empty(routes))
-        out = eager(mix)(hidden_states[0, num_padding:], self.forward, routes)
+        out = mix(hidden_states[0, num_padding:], self.forward, routes)
         return F.pad(out, (0, 0, num_padding, 0))[None]
 
 
+@outside_graph
 def mix(hidden: Tensor, mixer: Callable[[Tensor], Tensor], routes: Routes) -> Tensor:
     """The mixer's output for this rank's tokens, [T, C] to [T, C], computed sample by sample wherever the plan says.
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerwise.exchange import Comm, Site, exchange
-from layerwise.route import RowMap, Side
+from layerwise.exchange import Comm, Site, all_to_all, exchange
+from layerwise.route import RowMap, listed_side
 from layerwise.runtime import current_routes
 from layerwise.spec import ModelSpec
 
@@ -126,15 +126,15 @@ def _to_experts(counts: Tensor, comm: Comm) -> tuple[RowMap, Tensor]:
     num_peers = comm.block.size
     num_local = len(counts) // num_peers
     splits = [num_local] * num_peers
-    arriving = comm.all_to_all(counts.contiguous(), splits, splits).view(num_peers, num_local)
+    arriving = all_to_all(comm, counts.contiguous(), splits, splits).view(num_peers, num_local)
     leaving = counts.view(num_peers, num_local).sum(1)
     send, receive = torch.stack([leaving, arriving.sum(1)]).tolist()
     expert_of_row = (
         torch.arange(num_local, device=counts.device).repeat(num_peers).repeat_interleave(arriving.flatten())
     )
     stored_at = expert_of_row.argsort(stable=True).argsort()
-    src = Side(torch.arange(sum(send), device=counts.device), tuple(send), sum(send), once=True)
-    return RowMap(src, Side(stored_at, tuple(receive), sum(receive), once=True)), arriving.sum(0)
+    src = listed_side(torch.arange(sum(send), device=counts.device), tuple(send), sum(send), once=True)
+    return RowMap(src, listed_side(stored_at, tuple(receive), sum(receive), once=True)), arriving.sum(0)
 
 
 def gated(gate_up: Tensor) -> Tensor:

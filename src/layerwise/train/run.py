@@ -78,18 +78,15 @@ def load_data(configs: Sequence[TrainConfig]) -> Corpus:
     if is_writer():
         num_longer = int((corpus.lengths > config.tokens_per_step).sum())
         longer = f"; {num_longer:,} longer than tokens_per_step={config.tokens_per_step}, each a step of its own"
-        text = f"data: {corpus.report}{longer if num_longer else ''}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
-        _say_mixture(config, corpus)
+        lines = [f"data: {corpus.report}{longer if num_longer else ''}", *_mixture_lines(config, corpus)]
+        Console(stderr=True).print("\n".join(lines), highlight=False, soft_wrap=True)
     return corpus
 
 
-def _say_mixture(config: TrainConfig, corpus: Corpus) -> None:
-    if not config.data.mixture:
-        return
-    for name, visits in zip(config.data.mixture, build_sampler(config, corpus).visits(), strict=True):
-        text = f"  {name}: {visits.samples:,} samples, {visits.tokens:,} tokens, {visits.epochs:.2f} epochs"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+def _mixture_lines(config: TrainConfig, corpus: Corpus) -> Iterator[str]:
+    if config.data.mixture:
+        for name, visits in zip(config.data.mixture, build_sampler(config, corpus).visits(), strict=True):
+            yield f"  {name}: {visits.samples:,} samples, {visits.tokens:,} tokens, {visits.epochs:.2f} epochs"
 
 
 def _budget_tokens(configs: Sequence[TrainConfig]) -> int | None:
