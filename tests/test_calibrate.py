@@ -67,8 +67,8 @@ def _fake_clock(log: list[list[int]]) -> Callable[..., float]:
     def median_s(call: partial[Any], device: torch.device, repeats: int, before: Callable[[], object]) -> float:
         before()
         call()
-        log.append(call.args[1])
-        return sum(0.5 + size / 100 for size in call.args[1] if size)
+        log.append(call.args[2])
+        return sum(0.5 + size / 100 for size in call.args[2] if size)
 
     return median_s
 
