@@ -146,7 +146,12 @@ def model_for(heads: tuple[int, int], activation_checkpointing: bool = False) ->
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [*product(MAIN_STRATEGIES, (1, 2, 4, 8, 16, 32)), *product(RIVALS, (4, 16))],
+    [
+        *product(MAIN_STRATEGIES, (1, 2, 4, 8, 16)),
+        *product(RIVALS, (4, 16)),
+        ("repack+parents", 32),
+        *(pytest.param(name, 32, marks=pytest.mark.slow) for name in ("static", "dynamic", "repack")),
+    ],
 )
 def test_strategy_equals_one_process(strategy: str, num_ranks: int) -> None:
     for index, lengths in enumerate(LENGTHS.values()):
