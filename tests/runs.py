@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, shard_table, tile_table
-from layerwise.report import RunRecord
+from layerwise.report.page import RunRecord
 from layerwise.spec import AttentionSpec
 
 

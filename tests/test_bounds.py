@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerwise.bounds import GapRow, bound_step, fewest_microbatches, gap_rows
-from layerwise.cost import CostModel
+from layerwise.cost import CostModel, GapRow, bound_step, fewest_microbatches, gap_rows
 from layerwise.errors import InfeasibleError
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.planners import STRATEGIES, plan_step

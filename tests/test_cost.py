@@ -8,9 +8,13 @@ import pytest
 from layerwise.cost import (
     CostModel,
     Sent,
+    attention_flops,
+    head_flops_per_token,
+    linear_flops_per_token,
+    model_flops,
+    pair_flops,
     predict,
 )
-from layerwise.flops import attention_flops, head_flops_per_token, linear_flops_per_token, model_flops, pair_flops
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.planners.estimate import GroupClass, group_base, group_loads
 from layerwise.spec import ClusterSpec, EfficiencyTable, ModelSpec

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from layerwise.cli import app
 from layerwise.cost import CostModel
-from layerwise.elsewhere import Moving
 from layerwise.errors import SpecError
-from layerwise.explain import Explanation, explain_sample, find_terms, render
+from layerwise.explain.elsewhere import Moving
+from layerwise.explain.sample import Explanation, explain_sample, find_terms, render
 from layerwise.plan import MicrobatchPlan, StepPlan, shard_table, tile_table
 from layerwise.planners import STRATEGIES, plan_step
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, make_cluster, make_model, wide_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerwise import LocalWorld
-from layerwise.memory import Memory, kept_elements_per_token, predict_memory, site_bytes
+from layerwise.cost import Memory, kept_elements_per_token, predict_memory, site_bytes
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.runtime import build_routes, use_routes

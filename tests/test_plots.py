@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from layerwise.errors import UnsupportedError
-from layerwise.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
-from layerwise.rows import by_degree, format_bytes, format_seconds, mean_of
+from layerwise.labels import format_bytes, format_seconds
+from layerwise.report.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
+from layerwise.report.rows import by_degree, mean_of
 from tests.runs import metrics_row, plan_of
 
 pytest.importorskip("matplotlib")
@@ -180,7 +181,7 @@ class TestBalance:
 
 def test_importing_and_drawing_leave_pyplot_alone():
     code = (
-        "import sys, layerwise.plots as p\n"
+        "import sys, layerwise.report.plots as p\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules\n"
         "from tests.runs import metrics_row\n"
         "p.plot_balance({'dynamic': [metrics_row(1, 5.0)]}).canvas.draw()\n"

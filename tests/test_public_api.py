@@ -158,6 +158,6 @@ def test_paths_named_in_docs_exist(path: str) -> None:
 
 
 def test_only_one_file_calls_all_to_all_and_one_makes_groups() -> None:
-    for call, home in (("all_to_all_single(", "exchange.py"), ("new_group(", "groups.py")):
+    for call, home in (("all_to_all_single(", "collective.py"), ("new_group(", "groups.py")):
         users = [p.name for p in (ROOT / "src").rglob("*.py") if call in p.read_text()]
         assert users == [home]

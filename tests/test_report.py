@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from layerwise.errors import DataError
-from layerwise.report import headline, strategy_rows, write_report
+from layerwise.report.page import headline, strategy_rows, write_report
 from tests.runs import metrics_row, plan_of, run
 
 pytest.importorskip("matplotlib")

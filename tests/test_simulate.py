@@ -12,12 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from layerwise.commands.simulate import simulate as simulate_command
-from layerwise.cost import CostModel
+from layerwise.cost import CostModel, LayerTimes
 from layerwise.errors import SpecError
 from layerwise.exchange import Count
 from layerwise.plan import MicrobatchPlan, StepPlan
 from layerwise.planners import STRATEGIES, plan_step
-from layerwise.prediction import LayerTimes
 from layerwise.simulate import Simulation, simulate
 from layerwise.simulate.drawing import draw_timelines
 from layerwise.simulate.page import build_page

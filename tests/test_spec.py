@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from layerwise.cost import dense_weights, expert_weights
 from layerwise.errors import SpecError
-from layerwise.flops import dense_weights, expert_weights
 from layerwise.spec import (
     AttentionSpec,
     ClusterSpec,

@@ -41,10 +41,9 @@ from benchmarks.two_hosts.workload import (
     wanted_links,
 )
 from layerwise import LocalWorld
-from layerwise.cost import CostModel
+from layerwise.cost import BACKWARD_ATTENTION, CostModel
 from layerwise.errors import DataError, PlanError, UnsupportedError
 from layerwise.evaluate.steps import has_wide_parent
-from layerwise.flops import BACKWARD_ATTENTION
 from layerwise.groups import World
 from layerwise.kernels import Segments, varlen_attention
 from layerwise.plan import StepPlan

@@ -26,10 +26,9 @@ from benchmarks.exchange.measure import interleaved_s, peak_bytes
 from benchmarks.exchange.peers import make_peers
 from benchmarks.exchange.plans import ELEMENT_BYTES, MB, MODEL, TOKEN_BYTES, plan_of
 from benchmarks.exchange.step import StepExchange, bare_calls, make_step
-from layerwise.exchange import Site, exchange
+from layerwise.exchange import STAGING, Site, exchange
 from layerwise.groups import World
 from layerwise.planners import STRATEGIES
-from layerwise.staging import STAGING
 from layerwise.train.launch import launch
 
 MAX_OVER_BARE = 1.15

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerwise.exchange import GroupComm, Meter, Site, exchange
+from layerwise.exchange import STAGING, GroupComm, Meter, Site, exchange
 from layerwise.groups import World
 from layerwise.plan import HOME, StepPlan
 from layerwise.route import RowMap, Side
 from layerwise.runtime import Routes, build_routes, plan_blocks, relocate
 from layerwise.spec import AttentionSpec
-from layerwise.staging import STAGING
 
 # (process group, elements to send to each peer, elements to receive from each)
 Call = tuple[Any, list[int], list[int]]

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.evaluate.figures import Check
 from benchmarks.two_hosts.records import Predicted, Results, Run
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.runtime import MOVES
 from layerwise.spec import FULL
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from layerwise.cost import Floats
 from layerwise.errors import DataError
 from layerwise.exchange import all_to_all
-from layerwise.flops import Floats
 from layerwise.groups import World
 from layerwise.traffic import Block
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.cost import CostModel, LayerCost
-from layerwise.flops import BACKWARD_ATTENTION
+from layerwise.cost import BACKWARD_ATTENTION, CostModel, LayerCost
 from layerwise.kernels import Segments
 
 # A sleep ends up to this much late; the rest of the time until a deadline is spun away.

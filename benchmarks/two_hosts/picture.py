@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.two_hosts.figures import Measured, summarize
 from benchmarks.two_hosts.records import Results
 from benchmarks.two_hosts.workload import RANKS_PER_HOST
-from layerwise.plots import INK, MUTED, PAPER, colours_of, new_figure, style_axes
-from layerwise.rows import kind_label
+from layerwise.labels import kind_label
+from layerwise.report.plots import INK, MUTED, PAPER, colours_of, new_figure, style_axes
 from layerwise.runtime import MOVES
 from layerwise.spec import FULL, SLIDING
 

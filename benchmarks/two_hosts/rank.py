@@ -33,13 +33,12 @@ from benchmarks.two_hosts.workload import (
     step_lengths,
     wanted_links,
 )
-from layerwise.cost import CostModel
+from layerwise.cost import CostModel, StepPrediction
 from layerwise.errors import LayerwiseError
 from layerwise.exchange import all_to_all
 from layerwise.files import write_whole
 from layerwise.groups import ProcessWorld, World
 from layerwise.plan import StepPlan
-from layerwise.prediction import StepPrediction
 from layerwise.runtime import MOVES
 from layerwise.spec import ClusterSpec
 from layerwise.traffic import Block

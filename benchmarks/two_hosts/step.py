@@ -12,9 +12,8 @@ from torch import Tensor
 from benchmarks.two_hosts.clocks import TimedMeter, TimedWorld
 from benchmarks.two_hosts.meeting import MeetingPoint
 from benchmarks.two_hosts.pacing import Edge, PacedAttention, Pacer
-from layerwise.cost import CostModel
+from layerwise.cost import BACKWARD_LINEAR, CostModel
 from layerwise.errors import PlanError
-from layerwise.flops import BACKWARD_LINEAR
 from layerwise.groups import World
 from layerwise.plan import HOME, StepPlan
 from layerwise.runtime import Routes, agree, attention, build_routes, relocate

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.plan import Ints, Parent, StepPlan
 from layerwise.planners.children import child_degrees, full_attention_s, sparse_share
 from layerwise.planners.estimate import child_loads

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from layerwise import LocalWorld, runs
+from layerwise import LocalWorld
 from layerwise.exchange import STAGING
 from layerwise.groups import World
 from layerwise.plan import StepPlan
-from layerwise.route import build_route
-from layerwise.runs import Runs, cut
+from layerwise.route import Runs, build_route, cut, runs
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import exchange_blocks
 from tests.exchange.sites import assert_close, run_rank, run_sites

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise import LocalWorld, runtime
+from layerwise import LocalWorld
 from layerwise.errors import SpecError
 from layerwise.groups import World
-from layerwise.overlap import split_tiles
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
-from layerwise.runtime import build_routes
+from layerwise.route import split_tiles
+from layerwise.runtime import build_routes, routes
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import exchange_blocks
 from layerwise.train.launch import launch
@@ -109,8 +109,8 @@ def test_one_part_travels_while_another_computes(monkeypatch: pytest.MonkeyPatch
             ctx.events.append("kernel")
             return None, grad
 
-    attend = runtime.attend
-    monkeypatch.setattr(runtime, "attend", lambda *args: Kernel.apply(events[get_ident()], attend(*args)))
+    attend = routes.attend
+    monkeypatch.setattr(routes, "attend", lambda *args: Kernel.apply(events[get_ident()], attend(*args)))
     run_sites(plan, 2, lambda comm: Watcher(comm, events[get_ident()]))
     forward = ["start 0", "start 1", "wait 0", "kernel", "start 2", "wait 1", "kernel", "start 3", "wait 2", "wait 3"]
     backward = ["start 4", "start 5", "wait 4", "kernel", "start 6", "wait 5", "kernel", "start 7", "wait 6", "wait 7"]

@@ -124,7 +124,7 @@ def test_an_exchange_by_triton_is_one_by_torch(monkeypatch: pytest.MonkeyPatch, 
         with one_at_a_time:
             mover(*args, **kwargs)
 
-    monkeypatch.setattr("layerwise.exchange.move_rows", move)
+    monkeypatch.setattr("layerwise.exchange.collective.move_rows", move)
     for ours, theirs in zip(LocalWorld(4, 2).run(on_rank), by_torch, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -142,7 +142,7 @@ def test_model_spec_of_a_published_config() -> None:
     """Qwen3-Next-80B-A3B by its card: 80B parameters, of which attention, mixers, experts and tables count here."""
     from transformers import AutoConfig
 
-    from layerwise.flops import dense_weights, expert_weights
+    from layerwise.cost import dense_weights, expert_weights
 
     spec = lwhf.model_spec(AutoConfig.for_model("qwen3_next"))
     per_layer = [dense_weights(spec, kind) + 512 * expert_weights(spec) for kind in spec.all_layer_types]

@@ -58,10 +58,11 @@ def local(monkeypatch: pytest.MonkeyPatch):
 
         index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
         position_ids = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
-        places = {HOME: runtime.LocalTokens(position_ids=position_ids, piece_index=index)}
+        places = {HOME: runtime.routes.LocalTokens(position_ids=position_ids, piece_index=index)}
         routes = SimpleNamespace(places=places, moves={}, place_of=lambda kind: HOME, num_pieces=len(lengths))
         monkeypatch.setattr(runtime, "attention", attention)
-        monkeypatch.setattr(runtime, "current_routes", lambda: routes)
+        for module in (runtime, runtime.routes):
+            monkeypatch.setattr(module, "current_routes", lambda: routes)
         return position_ids
 
     return install

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerwise.cost import attention_flops, dense_weights, linear_flops_per_token
 from layerwise.errors import SpecError
-from layerwise.flops import attention_flops, dense_weights, linear_flops_per_token
 from layerwise.groups import solo_world
 from layerwise.model.transformer import HybridLM
 from layerwise.plan import Parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.planners.settling import Choices, settle
 
 # Two ranks; blocks: rank 0, rank 1, both.

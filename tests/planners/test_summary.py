@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from layerwise.cost import predict
-from layerwise.summary import render, summarize
+from layerwise.report.summary import render, summarize
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, wide_plan
 
 LENGTHS = [2100, 13000, 1800, 1700, 900, 800, 750, 700, 600, 400, 350, 300, 120, 60, 20]

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from layerwise.calibrate.effort import Effort, median_s
-from layerwise.flops import BACKWARD_ATTENTION, BACKWARD_LINEAR, pair_flops
+from layerwise.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR, pair_flops
 from layerwise.kernels import Segments, varlen_attention
 from layerwise.spec import AttentionSpec, ModelSpec
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from layerwise.errors import SpecError
 from layerwise.files import check_target
-from layerwise.rows import format_bytes, format_seconds
+from layerwise.labels import format_bytes, format_seconds
 from layerwise.spec import ClusterSpec, EfficiencyTable, load_cluster, load_model, preset_names
 
 

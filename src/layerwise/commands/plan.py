@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from layerwise import explain as explaining
 from layerwise.cost import CostModel
 from layerwise.data.lengths import read_lengths
 from layerwise.errors import SpecError
+from layerwise.explain import sample as explaining
 from layerwise.files import check_target, write_whole
 from layerwise.planners import STRATEGIES, plan_step
+from layerwise.report.summary import render, summarize
 from layerwise.spec import ClusterSpec, load_cluster, load_model, preset_names
-from layerwise.summary import render, summarize
 from layerwise.train.config import parse_setting
 
 # Of a sample that spans n ranks, a layer has n x n pairs of shards and tiles to plan and predict.

@@ -12,7 +12,7 @@ from layerwise.evaluate.sensitivity import VariantResult
 from layerwise.evaluate.series import PART_COLOURS, by_axis, gain_series, gap_bars, strategy_colours, token_panels
 from layerwise.evaluate.steps import StepResult
 from layerwise.files import whole_file
-from layerwise.plots import INK, MUTED, new_figure, style_axes
+from layerwise.report.plots import INK, MUTED, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

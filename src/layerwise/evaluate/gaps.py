@@ -7,10 +7,8 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from layerwise.cost import CostModel, LayerCost
-from layerwise.flops import Floats
+from layerwise.cost import CostModel, Floats, LayerCost, LayerTimes, StepPrediction
 from layerwise.plan import Ints, StepPlan
-from layerwise.prediction import LayerTimes, StepPrediction
 
 HEAD, MOVES = "lm_head", "moves"
 

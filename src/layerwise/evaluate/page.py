@@ -19,7 +19,7 @@ from layerwise.evaluate.sensitivity import (
 from layerwise.evaluate.steps import StepResult
 from layerwise.evaluate.table import COLUMNS, IDEAL, Evaluation, cells, headings
 from layerwise.evaluate.workload import Workload
-from layerwise.pages import html_page, html_table
+from layerwise.report.html import html_page, html_table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -13,7 +13,7 @@ from layerwise.errors import UnsupportedError
 from layerwise.evaluate.sensitivity import VariantResult
 from layerwise.evaluate.series import PART_COLOURS, by_axis, gain_series, gap_bars, strategy_colours, token_panels
 from layerwise.evaluate.steps import StepResult
-from layerwise.plots import FAINT, INK, MUTED, PAPER
+from layerwise.report.plots import FAINT, INK, MUTED, PAPER
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

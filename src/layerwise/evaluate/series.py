@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from layerwise.cost import Floats
 from layerwise.evaluate.gaps import HEAD, MOVES, mean_gap
 from layerwise.evaluate.sensitivity import REPACKING, VariantResult
 from layerwise.evaluate.steps import BASELINE, StepResult
 from layerwise.evaluate.table import IDEAL, savings_pct
-from layerwise.flops import Floats
+from layerwise.labels import kind_label
 from layerwise.plan import Ints
-from layerwise.plots import INK
-from layerwise.plots import colours_of as run_colours
-from layerwise.rows import kind_label
+from layerwise.report.plots import INK
+from layerwise.report.plots import colours_of as run_colours
 
 _LABELS = {HEAD: "LM head", MOVES: "moves between layers"}
 PART_COLOURS = {"imbalance": "#64a3d1", "exchange": "#d9682b", "exposed traffic": "#8a94a0"}

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from layerwise.cost import Floats
 from layerwise.evaluate.steps import BASELINE, StepResult
-from layerwise.flops import Floats
 
 IDEAL = "ideal"
 CONFIDENCE_PCT = 95.0

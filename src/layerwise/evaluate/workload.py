@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field, model_validator
 
+from layerwise.cost import Floats
 from layerwise.data.lengths import MAX_SAMPLE_TOKENS, read_lengths
 from layerwise.errors import SpecError
-from layerwise.flops import Floats
 from layerwise.plan import Ints
 from layerwise.spec import ClusterSpec, ModelSpec, Record, read_settings, record_from
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from layerwise import runtime
 from layerwise.errors import SpecError, UnsupportedError
-from layerwise.graph_break import outside_graph
+from layerwise.exchange import outside_graph
 from layerwise.hf.calls import NAME, ROUTES, is_empty, padded_positions, routes_of_call
 from layerwise.hf.mixers import wrap_mixers
 from layerwise.hf.spec import layer_kinds, model_spec

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerwise.errors import UnsupportedError
-from layerwise.exchange import Site, exchange
-from layerwise.graph_break import outside_graph
+from layerwise.exchange import Site, exchange, outside_graph
 from layerwise.hf.calls import NAME, is_empty, routes_of_call
 from layerwise.hf.families import MIXERS
 from layerwise.hf.spec import layer_kinds

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
 from layerwise.planners.layout import Placement, place, tile_rows

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost import EXCHANGES, CostModel, LayerCost
-from layerwise.flops import Floats
+from layerwise.cost import EXCHANGES, CostModel, Floats, LayerCost
 from layerwise.plan import Ints
 from layerwise.planners.layout import head_shares
 from layerwise.spec import FULL

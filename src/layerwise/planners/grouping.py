@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.plan import Ints, Parent
 from layerwise.planners.estimate import GroupClass, exposed_s, group_base, group_loads
 from layerwise.planners.packing import Packing, pack_longest_first, refine

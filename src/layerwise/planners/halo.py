@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.plan import MicrobatchPlan, Parent, tile_table
 from layerwise.planners.estimate import GroupClass
 from layerwise.planners.layout import halo_tile_rows

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import LayerCost
-from layerwise.flops import Floats
+from layerwise.cost import Floats, LayerCost
 from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
 from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo

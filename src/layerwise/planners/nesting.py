@@ -13,7 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.plan import Ints
 from layerwise.planners.layout import Placement
 from layerwise.planners.partitions import aligned_blocks

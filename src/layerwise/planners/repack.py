@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats, MicrobatchPrediction
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.dynamic import Division, divisions, level_s
@@ -21,7 +21,6 @@ from layerwise.planners.grouping import Grouping, group_samples, may_join
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
-from layerwise.prediction import MicrobatchPrediction
 
 # How many groupings besides that of `dynamic` are repacked and predicted.
 NUM_OTHERS = 4

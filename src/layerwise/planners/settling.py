@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
 from layerwise.plan import Ints
 
 # A round over all samples must save this share of the seconds, or it is the last; at most so many are made.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerwise.files import whole_file
-from layerwise.plots import INK, MUTED, new_figure, style_axes
+from layerwise.report.plots import INK, MUTED, new_figure, style_axes
 from layerwise.simulate.series import Window, merged_labels, timeline_window
 from layerwise.simulate.step import Simulation
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from layerwise.pages import html_page, html_table
-from layerwise.plots import INK, MUTED, PAPER
+from layerwise.report.html import html_page, html_table
+from layerwise.report.plots import INK, MUTED, PAPER
 from layerwise.simulate.series import Window, merged_labels, timeline_window
 from layerwise.simulate.step import Simulation
 from layerwise.simulate.table import columns, headline, kind_cells, memory_line

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.flops import Floats
+from layerwise.cost import Floats
+from layerwise.labels import format_seconds
 from layerwise.plan import Ints
-from layerwise.rows import format_seconds
 from layerwise.simulate.step import Simulation
 from layerwise.simulate.table import kind_name
 from layerwise.simulate.timeline import PHASES, Site

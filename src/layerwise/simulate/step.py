@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layerwise.cost import CostModel
-from layerwise.memory import Memory, predict_memory
+from layerwise.cost import CostModel, Memory, PassPrediction, StepPrediction, predict_memory
 from layerwise.plan import StepPlan
-from layerwise.prediction import PassPrediction, StepPrediction
 from layerwise.simulate.timeline import MOVES, PHASES, Timeline, build_timeline
 from layerwise.spec import ClusterSpec, ModelSpec
 

@@ -6,8 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from layerwise.flops import Floats
-from layerwise.rows import format_bytes, format_seconds, kind_label
+from layerwise.cost import Floats
+from layerwise.labels import format_bytes, format_seconds, kind_label
 from layerwise.simulate.step import Simulation
 from layerwise.simulate.timeline import PHASES
 

@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import MOVE_PASSES, CostModel
-from layerwise.flops import BACKWARD_ATTENTION, BACKWARD_LINEAR, Floats
+from layerwise.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR, MOVE_PASSES, CostModel, Floats, LayerTimes
 from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
-from layerwise.prediction import LayerTimes
 
 # In the order in which a rank runs them forward; backward undoes a layer from its end.
 PHASES = ("exchange_in", "attention", "exchange_out", "linear", "exposed", "head", "move", "wait")

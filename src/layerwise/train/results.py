@@ -10,7 +10,7 @@ from rich.table import Table
 
 from layerwise.data.corpus import Corpus
 from layerwise.plan import StepPlan
-from layerwise.report import RunRecord, strategy_rows, write_report
+from layerwise.report.page import RunRecord, strategy_rows, write_report
 from layerwise.train.config import TrainConfig
 from layerwise.train.loop import build_planner, build_sampler
 from layerwise.train.run import REPORT_FILE, read_metrics

@@ -14,14 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost import CostModel, LayerCost
-from layerwise.flops import Floats
+from layerwise.cost import CostModel, Floats, LayerCost, MicrobatchPrediction
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Parent, StepPlan, shard_table, tile_table
 from layerwise.planners.estimate import prefers_halo
 from layerwise.planners.layout import Placement, halo_tile_rows, pour_level, tile_rows
 from layerwise.planners.partitions import aligned_blocks
 from layerwise.planners.problem import degree_ladder
-from layerwise.prediction import MicrobatchPrediction
 from layerwise.spec import FULL
 
 # Blocks of one width that are predicted.

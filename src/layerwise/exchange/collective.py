@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from layerwise.graph_break import outside_graph
+from layerwise.exchange.graph_break import outside_graph
+from layerwise.exchange.staging import STAGING
+from layerwise.exchange.wire import wire_of
 from layerwise.kernels.rows import move_rows
 from layerwise.route import RowMap, Side
-from layerwise.staging import STAGING
 from layerwise.traffic import Block
-from layerwise.wire import wire_of
 
 
 class Pending(Protocol):

@@ -14,10 +14,11 @@ import numpy as np
 
 from layerwise.errors import DataError
 from layerwise.files import write_whole
-from layerwise.pages import html_page
+from layerwise.labels import format_bytes, format_seconds, kind_label
 from layerwise.plan import StepPlan
-from layerwise.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
-from layerwise.rows import Runs, balance, by_degree, column, format_bytes, format_seconds, kind_label, mean_of
+from layerwise.report.html import html_page
+from layerwise.report.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
+from layerwise.report.rows import Runs, balance, by_degree, column, mean_of
 from layerwise.spec import FULL
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerwise.errors import UnsupportedError
+from layerwise.labels import format_bytes, kind_label
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
-from layerwise.rows import Rows, Runs, balance, column, format_bytes, kind_label, mean_of
+from layerwise.report.rows import Rows, Runs, balance, column, mean_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

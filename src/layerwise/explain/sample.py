@@ -8,14 +8,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from layerwise.cost import CostModel
-from layerwise.elsewhere import Elsewhere, Moving
+from layerwise.cost import CostModel, Floats, pair_flops
 from layerwise.errors import SpecError
-from layerwise.flops import Floats, pair_flops
+from layerwise.explain.elsewhere import Elsewhere, Moving
+from layerwise.labels import format_seconds, kind_label
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
-from layerwise.rows import format_seconds, kind_label
+from layerwise.report.summary import SampleRow, ranks_of, sample_row
 from layerwise.spec import FULL
-from layerwise.summary import SampleRow, ranks_of, sample_row
 
 
 @dataclass(frozen=True, kw_only=True)

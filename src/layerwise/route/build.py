@@ -19,9 +19,9 @@ from torch import Tensor
 
 from layerwise.kernels import Segments
 from layerwise.kernels.rows import Piece
-from layerwise.overlap import split_tiles
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
-from layerwise.runs import Runs, cut
+from layerwise.route.parts import split_tiles
+from layerwise.route.runs import Runs, cut
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles
 

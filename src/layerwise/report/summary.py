@@ -12,12 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from layerwise.bounds import GapRow, bound_step, gap_rows
-from layerwise.cost import CostModel
-from layerwise.flops import Floats
+from layerwise.cost import CostModel, Floats, GapRow, StepPrediction, bound_step, gap_rows
+from layerwise.labels import format_bytes
 from layerwise.plan import Ints, Shard, StepPlan, Table, Tile
-from layerwise.prediction import StepPrediction
-from layerwise.rows import format_bytes
 from layerwise.spec import FULL, ClusterSpec, ModelSpec
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.cost import GRADIENT_BYTES
-from layerwise.flops import Floats, dense_weights, expert_weights
+from layerwise.cost.flops import Floats, dense_weights, expert_weights
+from layerwise.cost.model import GRADIENT_BYTES
+from layerwise.labels import format_bytes
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan, Table, Tile
-from layerwise.rows import format_bytes
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
 
 # Adam: two float32 moments, and a float32 copy of weights that are kept in fewer bytes.

@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from layerwise.attention_call import attend, check_call
 from layerwise.errors import PlanMismatchError, SpecError
-from layerwise.exchange import Flight, Meter, Site, depart, exchange, land, range_name
-from layerwise.graph_break import outside_graph
+from layerwise.exchange import Flight, Meter, Site, depart, exchange, land, outside_graph, range_name
 from layerwise.groups import World
 from layerwise.kernels import Kernel
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
 from layerwise.route import Move, Route, block_of, build_move, build_parts, build_route
+from layerwise.runtime.attention_call import attend, check_call
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import Block, exchange_blocks, move_blocks, shard_blocks
 

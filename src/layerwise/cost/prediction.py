@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layerwise.flops import Floats
+from layerwise.cost.flops import Floats
 from layerwise.plan import Ints
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.cost import CostModel, LayerCost
-from layerwise.flops import Floats, pair_flops
+from layerwise.cost.flops import Floats, pair_flops
+from layerwise.cost.model import CostModel, LayerCost
+from layerwise.cost.prediction import StepPrediction
 from layerwise.plan import Ints
-from layerwise.prediction import StepPrediction
 from layerwise.spec import EfficiencyTable
 
 

@@ -1,4 +1,4 @@
-"""Numbers out of metrics rows, one mapping per optimizer step as in metrics.jsonl, and how to print them."""
+"""Numbers out of metrics rows, one mapping per optimizer step as in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,23 +12,6 @@ from numpy.typing import NDArray
 Rows = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Rows]  # by strategy
 Floats = NDArray[np.float64]
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes for people, in decimal units: "0 B", "512 B", "3.4 kB", "12.3 MB"; only exactly 0 reads as 0."""
-    if 0 < num_bytes < 1:
-        return "<1 B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if num_bytes < 999.5 or unit == "TB":
-            break
-        num_bytes /= 1000
-    whole = unit == "B" or num_bytes >= 99.95 or num_bytes == int(num_bytes)
-    return f"{num_bytes:,.0f} {unit}" if whole else f"{num_bytes:.1f} {unit}"
-
-
-def kind_label(kind: str) -> str:
-    """A layer kind for people: "sliding_attention" reads "sliding layers"."""
-    return kind.removesuffix("_attention").replace("_", " ") + " layers"
 
 
 def column(rows: Rows, key: str) -> Floats:
@@ -62,10 +45,3 @@ def by_degree(rows: Rows, key: str) -> dict[int, int]:
     for row in rows:
         total.update({int(degree): count for degree, count in row[key].items()})
     return {degree: count for degree, count in sorted(total.items()) if count}
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds for people: "340 us", "12.1 ms", "4.21 s"."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from layerwise.flops import (
+from layerwise.cost.flops import (
     BACKWARD_ATTENTION,
     BACKWARD_LINEAR,
     Floats,
@@ -27,8 +27,8 @@ from layerwise.flops import (
     model_flops,
     pair_flops,
 )
+from layerwise.cost.prediction import KindPrediction, LayerTimes, MicrobatchPrediction, PassPrediction, StepPrediction
 from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
-from layerwise.prediction import KindPrediction, LayerTimes, MicrobatchPrediction, PassPrediction, StepPrediction
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
 from layerwise.traffic import elements, exchange_blocks, match, merge_alike, move_blocks, move_tiles
 

@@ -1,0 +1,56 @@
+"""What a plan costs: FLOPs, seconds, bytes, memory, and the lower bounds of all of these. No torch.
+
+model       seconds and bytes of a plan, layer by layer
+prediction  what it says: of a layer, a micro-batch and a step
+flops       FLOPs and parameters of a model
+bounds      what no plan of a step gets below
+memory      bytes that every rank holds at once
+"""
+
+from layerwise.cost.bounds import GapRow, bound_step, fewest_microbatches, gap_rows
+from layerwise.cost.flops import (
+    BACKWARD_ATTENTION,
+    BACKWARD_LINEAR,
+    Floats,
+    attention_flops,
+    dense_weights,
+    expert_weights,
+    head_flops_per_token,
+    linear_flops_per_token,
+    model_flops,
+    pair_flops,
+)
+from layerwise.cost.memory import Memory, kept_elements_per_token, predict_memory, site_bytes
+from layerwise.cost.model import EXCHANGES, MOVE_PASSES, CostModel, LayerCost, Sent, predict
+from layerwise.cost.prediction import LayerTimes, MicrobatchPrediction, PassPrediction, StepPrediction
+
+__all__ = [
+    "BACKWARD_ATTENTION",
+    "BACKWARD_LINEAR",
+    "EXCHANGES",
+    "MOVE_PASSES",
+    "CostModel",
+    "Floats",
+    "GapRow",
+    "LayerCost",
+    "LayerTimes",
+    "Memory",
+    "MicrobatchPrediction",
+    "PassPrediction",
+    "Sent",
+    "StepPrediction",
+    "attention_flops",
+    "bound_step",
+    "dense_weights",
+    "expert_weights",
+    "fewest_microbatches",
+    "gap_rows",
+    "head_flops_per_token",
+    "kept_elements_per_token",
+    "linear_flops_per_token",
+    "model_flops",
+    "pair_flops",
+    "predict",
+    "predict_memory",
+    "site_bytes",
+]

@@ -1,0 +1,41 @@
+"""The one exchange that every layout uses: rows in, rows out, over one all-to-all.
+
+collective   departure, all-to-all, landing, and the same in reverse for gradients
+wire         what lies where in the flat buffers
+staging      the buffers, kept and used again
+graph_break  what torch.compile leaves alone
+"""
+
+from layerwise.exchange.collective import (
+    Comm,
+    Count,
+    Flight,
+    GroupComm,
+    Meter,
+    Pending,
+    Site,
+    all_to_all,
+    depart,
+    exchange,
+    land,
+    range_name,
+)
+from layerwise.exchange.graph_break import outside_graph
+from layerwise.exchange.staging import STAGING
+
+__all__ = [
+    "STAGING",
+    "Comm",
+    "Count",
+    "Flight",
+    "GroupComm",
+    "Meter",
+    "Pending",
+    "Site",
+    "all_to_all",
+    "depart",
+    "exchange",
+    "land",
+    "outside_graph",
+    "range_name",
+]

@@ -1,0 +1,25 @@
+"""One rank's view of a plan: which rows it sends, receives and computes, at every attention site.
+
+build  from a plan to the rows of one attention site, or of one move of hidden states
+runs   runs of tokens, joined and cut into the pieces that are copied
+parts  a site in parts, so that one travels while another computes
+"""
+
+from layerwise.route.build import Move, Route, RowMap, Side, block_of, build_move, build_parts, build_route, listed_side
+from layerwise.route.parts import split_tiles
+from layerwise.route.runs import Runs, cut
+
+__all__ = [
+    "Move",
+    "Route",
+    "RowMap",
+    "Runs",
+    "Side",
+    "block_of",
+    "build_move",
+    "build_parts",
+    "build_route",
+    "cut",
+    "listed_side",
+    "split_tiles",
+]
