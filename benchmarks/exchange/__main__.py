@@ -2,15 +2,17 @@
 
     python -m benchmarks.exchange [--ranks 4] [--megabytes 1,16,64] [--strategies a,b] [--repeats 7] [--json FILE]
 
-Forked local ranks over gloo, two nodes in name only. Also the memory that an exchange takes beyond its results, the
-time to build routes, and the all-to-alls of other libraries where they are installed. Exits with status 1 where a
-figure is missed; docs/exchange.md explains them.
+Forked local ranks over gloo, two nodes in name only. --link-megabytes-per-s R (root, iproute2) runs them on a loopback
+that carries R MB/s, since without a limit the link is a copy by the same cores that pack and unpack. Also the memory
+that an exchange takes beyond its results, the time to build routes, and the all-to-alls of other libraries where they
+are installed. Exits with status 1 where a figure is missed; docs/exchange.md explains them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +28,9 @@ from benchmarks.exchange.measure import interleaved_s, peak_bytes
 from benchmarks.exchange.peers import make_peers
 from benchmarks.exchange.plans import ELEMENT_BYTES, MB, MODEL, TOKEN_BYTES, plan_of
 from benchmarks.exchange.step import StepExchange, bare_calls, make_step
+from benchmarks.two_hosts.hosts import check_tools, make_hosts
+from benchmarks.two_hosts.shaping import LOOPBACK, shape
+from layerwise.errors import UnsupportedError
 from layerwise.exchange import STAGING, Site, exchange
 from layerwise.groups import World
 from layerwise.planners import STRATEGIES
@@ -43,6 +48,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", default="1,16,64", help="Q, K and V rows of a rank, sizes to try")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--link-megabytes-per-s", type=float, default=0.0, help="what the loopback carries; 0: what it can"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser.parse_args()
 
@@ -114,9 +122,24 @@ def on_ranks(options: argparse.Namespace, out: Path, world: World, device: torch
         out.write_text(json.dumps([asdict(figure) for figure in figures]))
 
 
+def on_slow_loopback(megabytes_per_s: float) -> int:
+    """This command again, in a network namespace whose loopback carries so much; its exit status."""
+    try:
+        check_tools()
+        with make_hosts(1) as (host,):
+            shape(LOOPBACK, megabytes_per_s * MB, host)
+            again = [sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:], "--link-megabytes-per-s", "0"]
+            return subprocess.run(host.command(*again), check=False).returncode
+    except UnsupportedError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
 def main() -> int:
     """Measure, print and judge."""
     options = arguments()
+    if options.link_megabytes_per_s:
+        return on_slow_loopback(options.link_megabytes_per_s)
     figures = list(build_figures(options.strategies.split(","), options.repeats))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"

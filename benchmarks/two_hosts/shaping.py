@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.two_hosts.hosts import DEVICE
+from benchmarks.two_hosts.hosts import DEVICE, Host
 from layerwise.errors import UnsupportedError
 
 LOOPBACK = "lo"
@@ -18,10 +18,11 @@ QUEUE_BYTES = 64 << 20
 HEADER_BYTES = 66
 
 
-def shape(device: str, bytes_per_s: float) -> None:
-    """Limit what leaves through an interface of this host; to be called on the host. Raises UnsupportedError."""
+def shape(device: str, bytes_per_s: float, host: Host | None = None) -> None:
+    """Limit what leaves through an interface of a host, by default of the one this runs on. Raises UnsupportedError."""
     words = ["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{round(8 * bytes_per_s)}bit"]
     words += ["burst", str(BURST_BYTES[device]), "limit", str(QUEUE_BYTES)]
+    words = host.command(*words) if host else words
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UnsupportedError(
