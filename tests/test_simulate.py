@@ -245,11 +245,15 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
         (["--trace=t.json", "--trace-ranks=0-16"], "'0-16' is not in 0-15"),
         (["--trace=t.json", "--trace-layers=x"], "'x' is neither a number nor a range"),
         (["--json=nowhere/out.json"], "--json nowhere/out.json: no such folder 'nowhere'"),
+        (["--json=out.json", "--trace=./out.json"], "--json and --trace name the same file, out.json"),
+        (["--png=out.xyz"], "--png out.xyz: no format for pictures; legal suffixes: "),
+        (["--png=out"], "--png out: no format for pictures; legal suffixes: "),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = _run(tmp_path, *arguments)
     assert isinstance(result.exception, SpecError)
+    assert not result.output
     assert message in str(result.exception)
 
 

@@ -151,11 +151,40 @@ MOE = {"num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 4}
         ({"hidden_size": "wide"}, "hidden_size.*got 'wide'"),
         ({"num_layers": True}, "m: num_layers: got True, which is legal for yes/no"),
         ({"v_head_dim": True}, "m: v_head_dim: got True, which is legal for yes/no"),
+        ({"num_heads_by_kind": {"full_attention": 3}}, "m: full_attention: num_heads=3 is not a multiple of num_kv"),
+        ({"head_dim_by_kind": {"full_attention": -4}}, "^m: head_dim_by_kind.full_attention: .* 1 .got -4.$"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 10**30},
+            "sliding_window: .*less than or equal to 21",
+        ),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 2**32}, "attention_chunk_size: .*equal to 21"),
+        ({"num_layers": 10**8}, "num_layers: .*less than or equal to 10000"),
+        ({"head_dim": 10**14}, "head_dim: .*less than or equal to 16777216"),
+        ({"hidden_size": 10**14}, "hidden_size: .*less than or equal to 16777216"),
+        ({"num_heads": 2**40, "num_kv_heads": 3}, "num_heads: .*less than or equal to 65536"),
     ],
 )
 def test_bad_models_are_explained(change: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         record_from(ModelSpec, {**DENSE, **change}, "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fast_bytes_per_s": 1e-300}, "fast_bytes_per_s: .*greater than or equal to 1 "),
+        ({"peak_flops_per_s": 1e308}, "peak_flops_per_s: .*less than or equal to 10{24} "),
+        ({"linear_efficiency": 1e-300}, "linear_efficiency: .*greater than or equal to 0.000000001"),
+        ({"message_latency_s": 1e300}, "message_latency_s: .*less than or equal to"),
+        (
+            {"num_nodes": 10**9, "expert_parallel_degree": 7},
+            r"must divide the 2000000000 ranks; legal values: \[1, 2, 4",
+        ),
+    ],
+)
+def test_clusters_beyond_arithmetic_are_explained(change: dict[str, float], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        record_from(ClusterSpec, {"num_nodes": 2, "ranks_per_node": 2, **change}, "c")
 
 
 def test_every_fault_is_named_at_once() -> None:
@@ -198,6 +227,22 @@ def test_efficiency_stays_as_at_the_nearest_entry() -> None:
 def test_bad_efficiency_tables_are_explained(table: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         record_from(ClusterSpec, {"num_nodes": 1, "ranks_per_node": 1, "attention_efficiency": table}, "c")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("high", "^c: attention_efficiency.number: .*got 'high'.$"),
+        ({"lengthz": [1], "efficiency": [[0.1]]}, "unknown option .*lengthz'; legal here: efficiency, heads, lengths$"),
+        (
+            {"lengths": [2, 1], "efficiency": [[0.1], [0.2]]},
+            r"^c: attention_efficiency.table: lengths=\(2, 1\) [^\n]*$",
+        ),
+    ],
+)
+def test_an_efficiency_is_judged_as_what_it_is(value: object, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        record_from(ClusterSpec, {"num_nodes": 1, "ranks_per_node": 1, "attention_efficiency": value}, "c")
 
 
 def test_kinds_other_than_full_attention_may_have_an_efficiency_of_their_own() -> None:
@@ -291,6 +336,8 @@ def test_files_and_their_faults(tmp_path: object) -> None:
         load_cluster(path)
     with pytest.raises(SpecError, match="no such file; presets are a100-8x8, demo"):
         load_cluster("nonesuch")
+    with pytest.raises(SpecError, match="no such file; presets are a100-8x8, demo"):
+        load_cluster("x" * 5000)
 
 
 def test_a_file_may_start_from_a_base(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_page_and_pictures(workload: str, tmp_path: Path, monkeypatch: pytest.Mo
     [
         (["--strategies", "repak"], "'repak' is unknown"),
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: no such folder"),
+        (["--json", "x.out", "--report", "./x.out"], "--json and --report name the same file, x.out"),
         (["--length-file", "x.txt"], "no effect without --sensitivity"),
         (["--workload", "nowhere"], "presets are paper"),
     ],

@@ -63,6 +63,7 @@ def test_a_file_replaces_a_distribution(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"max_tokens_per_rank": 10**21}, "max_tokens_per_rank: .*less than or equal to 2147483647"),
         ({"mixture": {"short": 0.5, "books": 0.5}}, "books.*long.*short|books"),
         ({"mixture": {"short": 0.5, "long": 0.4}}, "add up to 1"),
         ({"fil": 0.5}, "unknown option 'fil'"),

@@ -1,6 +1,7 @@
 """Every strategy makes valid plans for every world, head count and shape of step."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.cost import predict
+from layerwise.errors import SpecError
 from layerwise.planners import STRATEGIES, Planner, plan_step
-from layerwise.spec import load_cluster, load_model
+from layerwise.spec import ClusterSpec, load_cluster, load_model
 from tests.planners.builders import (
     WIDE_CLUSTER,
     WIDE_MODEL,
@@ -148,8 +150,20 @@ def test_no_strategy_beats_the_ideal_and_none_loses_to_the_one_before() -> None:
             assert parents <= repack <= dynamic
 
 
+@pytest.mark.parametrize("lengths", [[7] * 13, long_tailed(0, 40, cap=400)], ids=["tiny", "long-tailed"])
+def test_joint_is_not_slower_than_dynamic_where_its_estimate_leaves_out_much(lengths: list[int]) -> None:
+    """Whole samples send nothing; one spread over all ranks levels tokens, and sends messages in every layer."""
+    cluster = ClusterSpec(num_nodes=1, ranks_per_node=8)
+    model = make_model(16, 4, hidden_size=2048, head_dim=128, intermediate_size=8192)
+    seconds = []
+    for strategy in ("dynamic", "joint"):
+        plan = plan_step(lengths, cluster=cluster, model=model, strategy=strategy, max_tokens_per_rank=2048)
+        seconds.append(predict(plan, cluster, model).seconds)
+    assert seconds[1] <= seconds[0]
+
+
 def test_a_planner_is_plan_step_with_its_settings_kept() -> None:
-    settings_ = {
+    settings_: dict[str, Any] = {
         "cluster": WIDE_CLUSTER,
         "model": WIDE_MODEL,
         "strategy": "static",
@@ -159,6 +173,8 @@ def test_a_planner_is_plan_step_with_its_settings_kept() -> None:
     assert planner([50, 60]) == plan_step([50, 60], **settings_, sp_degree=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         planner.strategy = "dynamic"  # type: ignore[misc]
+    with pytest.raises(SpecError, match="= 400,000 ranks, but a step is planned for at most 16,384"):
+        Planner(**settings_ | {"cluster": WIDE_CLUSTER.model_copy(update={"num_nodes": 50_000, "ranks_per_node": 8})})
 
 
 def test_lengths_may_be_an_array() -> None:

@@ -10,16 +10,12 @@ from rich.console import Console
 
 from layerwise.cost import CostModel
 from layerwise.data.lengths import read_lengths
-from layerwise.errors import SpecError
 from layerwise.explain import sample as explaining
 from layerwise.files import check_target, write_whole
-from layerwise.planners import STRATEGIES, plan_step
+from layerwise.planners import STRATEGIES, Planner
 from layerwise.report.summary import render, summarize
-from layerwise.spec import ClusterSpec, load_cluster, load_model, preset_names
+from layerwise.spec import load_cluster, load_model, preset_names
 from layerwise.train.config import parse_setting
-
-# Of a sample that spans n ranks, a layer has n x n pairs of shards and tiles to plan and predict.
-MAX_RANKS = 16384
 
 
 def plan(
@@ -41,21 +37,20 @@ def plan(
 ) -> None:
     """Plan one step and print who owns what, and what it is predicted to cost."""
     cluster_spec, model_spec = load_cluster(cluster), load_model(model)
-    _check_size(cluster_spec)
+    planner = Planner(
+        strategy=strategy,
+        cluster=cluster_spec,
+        model=model_spec,
+        max_tokens_per_rank=max_tokens_per_rank,
+        options=dict(parse_setting(setting) for setting in set_ or []),
+    )
     if json is not None:
         check_target(json, "--json")
     sizes = read_lengths(lengths)
     chosen = list(dict.fromkeys(explain or []))
     for sample in chosen:
         explaining.check_sample(sample, len(sizes))
-    step = plan_step(
-        sizes,
-        cluster=cluster_spec,
-        model=model_spec,
-        strategy=strategy,
-        max_tokens_per_rank=max_tokens_per_rank,
-        **dict(parse_setting(setting) for setting in set_ or []),
-    )
+    step = planner(sizes)
     if json is not None:
         write_whole(json, step.to_json(), "--json")
     console, cost = Console(), CostModel(cluster=cluster_spec, model=model_spec)
@@ -64,11 +59,3 @@ def plan(
         explaining.render(explaining.explain_sample(step, sample, cost), console)
     if json is not None:
         print(f"plan written to {json}")
-
-
-def _check_size(cluster: ClusterSpec) -> None:
-    if cluster.num_ranks > MAX_RANKS:
-        raise SpecError(
-            f"num_nodes={cluster.num_nodes} x ranks_per_node={cluster.ranks_per_node} = {cluster.num_ranks:,} ranks, "
-            f"but a step is planned for at most {MAX_RANKS:,}; plan a part of the cluster with its share of the samples"
-        )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 200
+LONG_LABEL = 8  # longer labels would run into one another
 
 
 def require_matplotlib() -> None:
@@ -91,7 +92,8 @@ def draw_sensitivity(results: Sequence[VariantResult]) -> Figure:
     for ax, (axis, panel) in zip(axes, panels.items(), strict=False):
         for name, series in panel.savings_pct.items():
             ax.plot(range(len(series)), series, "o-", color=panel.colours[name], markersize=4, label=name)
-        ax.set_xticks(range(len(panel.values)), panel.values)
+        slope = {"rotation": 25, "ha": "right"} if max(map(len, panel.values)) > LONG_LABEL else {}
+        ax.set_xticks(range(len(panel.values)), panel.values, **slope)
         ax.set_title(f"saving in %, by {axis}", loc="left", fontsize=10.5, color=INK)
     for ax in axes[len(panels) :]:
         ax.set_visible(False)

@@ -20,6 +20,7 @@ from layerwise.data.lengths import MAX_SAMPLE_TOKENS, read_lengths
 from layerwise.errors import SpecError
 from layerwise.plan import Ints
 from layerwise.spec import ClusterSpec, ModelSpec, Record, read_settings, record_from
+from layerwise.spec.records import Tokens
 
 # Quantiles that the mean of a distribution is summed from: exact to 0.1% for tails as heavy as those fitted here.
 _MEAN_POINTS = 20_000
@@ -70,7 +71,7 @@ class Workload(Record):
     name: str = "workload"
     cluster: str | dict[str, Any]
     model: str | dict[str, Any]
-    max_tokens_per_rank: int = Field(ge=1)
+    max_tokens_per_rank: Tokens
     num_steps: int = Field(default=200, ge=1)
     seed: int = Field(default=0, ge=0)
     mixture: dict[str, float] = Field(min_length=1)

@@ -19,6 +19,10 @@ from layerwise.planners.repack import RepackOptions, plan_repack
 from layerwise.planners.static import StaticOptions, plan_static
 from layerwise.spec import ClusterSpec, ModelSpec, record_from
 
+# Of a sample that spans n ranks, a layer has n x n pairs of shards and tiles to plan and predict.
+MAX_RANKS = 16384
+MAX_TOKENS_PER_RANK = 2**31 - 1
+
 Planned = tuple[tuple[MicrobatchPlan, ...], dict[str, int]]
 
 
@@ -61,8 +65,16 @@ class Planner:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise SpecError(f"strategy={self.strategy!r} is unknown; legal values: {', '.join(STRATEGIES)}")
-        if self.max_tokens_per_rank < 1:
-            raise SpecError(f"max_tokens_per_rank={self.max_tokens_per_rank} must be at least 1")
+        if not 1 <= self.max_tokens_per_rank <= MAX_TOKENS_PER_RANK:
+            raise SpecError(
+                f"max_tokens_per_rank={self.max_tokens_per_rank} must be at least 1 and at most {MAX_TOKENS_PER_RANK}"
+            )
+        nodes, node = self.cluster.num_nodes, self.cluster.ranks_per_node
+        if nodes * node > MAX_RANKS:
+            raise SpecError(
+                f"num_nodes={nodes} x ranks_per_node={node} = {nodes * node:,} ranks, but a step is planned for at "
+                f"most {MAX_RANKS:,}; plan a part of the cluster with its share of the samples"
+            )
         self._checked_options()
 
     def _checked_options(self) -> StaticOptions | GroupOptions:

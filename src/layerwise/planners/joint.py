@@ -21,7 +21,7 @@ from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.partitions import widths_allowed
-from layerwise.planners.problem import HANDFUL, GroupOptions, StepProblem
+from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
 from layerwise.planners.repack import RepackOptions
 
 # Above this share over the mean, the fullest rank's tokens are worth spreading a sample over all ranks.
@@ -57,9 +57,9 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[Micro
 
 
 def _rivals(problem: StepProblem, options: JointOptions, estimate_s: float) -> list[tuple[MicrobatchPlan, ...]]:
-    """Plans of other strategies that may be faster: of `dynamic` if its estimate is close; of all, if that is quick."""
-    step, few = group_step(problem, options), len(problem.lengths) <= HANDFUL
-    if not few and estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in step):
+    """Plans of other strategies that may be faster: of `dynamic`, if that is quick or its estimate close; or of all."""
+    step, few, many = group_step(problem, options), len(problem.lengths) <= HANDFUL, len(problem.lengths) > MANY_SAMPLES
+    if many and estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in step):
         return []
     rivals = [tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in step)]
     if few:

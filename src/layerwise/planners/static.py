@@ -14,6 +14,7 @@ from layerwise.planners.packing import split_parts
 from layerwise.planners.partitions import tile_cluster
 from layerwise.planners.problem import StepProblem
 from layerwise.spec import ClusterSpec, Record
+from layerwise.spec.records import divisors
 
 
 class StaticOptions(Record):
@@ -24,8 +25,7 @@ class StaticOptions(Record):
     def check(self, cluster: ClusterSpec) -> None:
         """Raise SpecError unless groups of sp_degree ranks fill the cluster and align with its nodes."""
         node = cluster.ranks_per_node
-        divisors = [k for k in range(1, cluster.num_ranks + 1) if cluster.num_ranks % k == 0]
-        legal = [k for k in divisors if node % k == 0 or k % node == 0]
+        legal = [k for k in divisors(cluster.num_ranks) if node % k == 0 or k % node == 0]
         if self.sp_degree is not None and self.sp_degree not in legal:
             raise SpecError(
                 f"sp_degree={self.sp_degree} must divide the {cluster.num_ranks} ranks, and divide or be a "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from layerwise.errors import SpecError
 from layerwise.files import whole_file
 from layerwise.report.plots import INK, MUTED, new_figure, style_axes
 from layerwise.simulate.series import Window, merged_labels, timeline_window
@@ -43,6 +44,13 @@ def draw_timelines(simulations: Sequence[Simulation]) -> Figure:
     panels[-1, 1].locator_params(axis="x", nbins=2)
     _legend(figure, labels)
     return figure
+
+
+def check_suffix(path: Path, option: str) -> None:
+    """Raise SpecError where matplotlib writes no such format, UnsupportedError where it is missing."""
+    legal = sorted(new_figure(1.0, 1.0).canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in legal:
+        raise SpecError(f"{option} {path}: no format for pictures; legal suffixes: {', '.join(legal)}")
 
 
 def write_drawing(path: Path, simulations: Sequence[Simulation], option: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from layerwise.spec.records import Record
+from layerwise.spec.records import Heads, Record, Tokens, Width, divisors
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
@@ -45,12 +45,12 @@ class AttentionSpec(Record):
     and V.
     """
 
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    v_head_dim: int = Field(ge=1)
-    window: int | None = Field(default=None, ge=1)
-    chunk: int | None = Field(default=None, ge=1)
+    num_heads: Heads
+    num_kv_heads: Heads
+    head_dim: Width
+    v_head_dim: Width
+    window: Tokens | None = None
+    chunk: Tokens | None = None
     linear: bool = False
     mixer: Mixer | None = None
 
@@ -59,7 +59,7 @@ class AttentionSpec(Record):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                f"legal num_kv_heads: {[k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]}"
+                f"legal num_kv_heads: {divisors(self.num_heads)}"
             )
         if sum((self.window is not None, self.chunk is not None, self.linear)) > 1:
             raise ValueError("a layer kind has one of window, chunk and linear, or none of them")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from layerwise.spec.attention import AttentionSpec
-from layerwise.spec.records import Record, read_settings, record_from
+from layerwise.spec.records import Rate, Record, divisors, read_settings, record_from
 
-Efficiency = Annotated[float, Field(gt=0, le=1)]
+Efficiency = Annotated[float, Field(ge=1e-9, le=1)]
 
 
 class EfficiencyTable(Record):
@@ -52,6 +52,13 @@ class EfficiencyTable(Record):
         return near * (1 - along) + far * along
 
 
+# Told apart by what is given, so that a fault is explained once.
+EfficiencyOrTable = Annotated[
+    Annotated[Efficiency, Tag("number")] | Annotated[EfficiencyTable, Tag("table")],
+    Discriminator(lambda value: "table" if isinstance(value, dict | EfficiencyTable) else "number"),
+]
+
+
 def _position(axis: tuple[int, ...], value: Any) -> tuple[Any, Any]:
     """The entry at or below `value`, and how far it lies towards the next, in log2."""
     where = np.interp(np.log2(np.maximum(value, 1)), np.log2(axis), np.arange(len(axis)))
@@ -70,14 +77,14 @@ class ClusterSpec(Record):
     """
 
     name: str = "cluster"
-    num_nodes: int = Field(ge=1)
-    ranks_per_node: int = Field(ge=1)
-    fast_bytes_per_s: float = Field(default=160e9, gt=0)
-    slow_bytes_per_s: float = Field(default=160e9 / 7.0, gt=0)
-    message_latency_s: float = Field(default=10e-6, ge=0)
-    peak_flops_per_s: float = Field(default=989e12, gt=0)
-    attention_efficiency: Efficiency | EfficiencyTable = 0.80
-    window_efficiency: Efficiency | EfficiencyTable | None = None
+    num_nodes: int = Field(ge=1, le=2**32)
+    ranks_per_node: int = Field(ge=1, le=2**16)
+    fast_bytes_per_s: Rate = 160e9
+    slow_bytes_per_s: Rate = 160e9 / 7.0
+    message_latency_s: float = Field(default=10e-6, ge=0, le=3600)
+    peak_flops_per_s: Rate = 989e12
+    attention_efficiency: EfficiencyOrTable = 0.80
+    window_efficiency: EfficiencyOrTable | None = None
     linear_efficiency: Efficiency = 0.72
     element_bytes: int = Field(default=2, ge=1, le=8, description="bytes of one activation on the wire")
     expert_parallel_degree: int = Field(default=1, ge=1)
@@ -89,11 +96,10 @@ class ClusterSpec(Record):
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSpec:
-        legal = [k for k in range(1, self.num_ranks + 1) if self.num_ranks % k == 0]
-        if self.expert_parallel_degree not in legal:
+        if self.num_ranks % self.expert_parallel_degree:
             raise ValueError(
                 f"expert_parallel_degree={self.expert_parallel_degree} must divide the {self.num_ranks} ranks; "
-                f"legal values: {legal}"
+                f"legal values: {divisors(self.num_ranks)}"
             )
         return self
 

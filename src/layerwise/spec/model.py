@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from layerwise.spec.attention import CHUNKED, LINEAR, SLIDING, AttentionSpec, LayerKind, Mixer
-from layerwise.spec.records import Record, read_settings, record_from
+from layerwise.spec.records import Heads, Record, Tokens, Width, read_settings, record_from
 
 
 class ModelSpec(Record):
@@ -19,27 +19,27 @@ class ModelSpec(Record):
     """
 
     name: str = "model"
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=10_000)
     layer_types: tuple[LayerKind, ...] = Field(min_length=1)
-    hidden_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=2)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    v_head_dim: int | None = Field(default=None, ge=1)
-    num_heads_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
-    kv_heads_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
-    head_dim_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
-    v_head_dim_by_kind: dict[LayerKind, int] = Field(default_factory=dict)
+    hidden_size: Width
+    vocab_size: int = Field(ge=2, le=2**24)
+    num_heads: Heads
+    num_kv_heads: Heads
+    head_dim: Width
+    v_head_dim: Width | None = None
+    num_heads_by_kind: dict[LayerKind, Heads] = Field(default_factory=dict)
+    kv_heads_by_kind: dict[LayerKind, Heads] = Field(default_factory=dict)
+    head_dim_by_kind: dict[LayerKind, Width] = Field(default_factory=dict)
+    v_head_dim_by_kind: dict[LayerKind, Width] = Field(default_factory=dict)
     output_gate: bool = False
     linear_mixer: Mixer | None = None
-    sliding_window: int | None = Field(default=None, ge=1)
-    attention_chunk_size: int | None = Field(default=None, ge=1)
-    intermediate_size: int = Field(default=0, ge=0, description="dense MLP width; 0 where every layer is MoE")
-    num_experts: int = Field(default=0, ge=0)
+    sliding_window: Tokens | None = None
+    attention_chunk_size: Tokens | None = None
+    intermediate_size: int = Field(default=0, ge=0, le=2**24, description="dense MLP width; 0 where every layer is MoE")
+    num_experts: int = Field(default=0, ge=0, le=2**16)
     experts_per_token: int = Field(default=0, ge=0)
-    moe_intermediate_size: int = Field(default=0, ge=0)
-    shared_intermediate_size: int = Field(default=0, ge=0)
+    moe_intermediate_size: int = Field(default=0, ge=0, le=2**24)
+    shared_intermediate_size: int = Field(default=0, ge=0, le=2**24)
     num_dense_layers: int = Field(default=0, ge=0)
     tie_embeddings: bool = True
 
@@ -48,7 +48,10 @@ class ModelSpec(Record):
         self._check_layers()
         self._check_mlps()
         for kind in self.kinds:
-            self.attention(kind)
+            try:
+                self.attention(kind)
+            except ValidationError as error:
+                raise ValueError(f"{kind}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
         return self
 
     def _check_layers(self) -> None:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import os
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from layerwise.errors import SpecError
+
+# Far beyond what exists, and low enough that products of them stay numbers: int64 for bytes, float64 for seconds.
+Heads = Annotated[int, Field(ge=1, le=2**16)]
+Width = Annotated[int, Field(ge=1, le=2**24)]
+Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Rate = Annotated[float, Field(ge=1, le=1e24)]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
 
 
 class Record(BaseModel):
@@ -58,7 +72,7 @@ def _read_source(source: Any, prefix: str) -> dict[str, Any]:
     if str(source) in preset_names(prefix):
         return parse_yaml((resources.files("layerwise.presets") / f"{prefix}-{source}.yaml").read_text(), str(source))
     path = Path(str(source))
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path's own raises for a name that is too long
         raise SpecError(f"{prefix} {str(source)!r}: no such file; presets are {', '.join(preset_names(prefix))}")
     return read_yaml(path)
 
@@ -113,9 +127,18 @@ def _explain(cls: type[Record], fault: Any, source: str) -> str:
 
 
 def _fields_at(cls: type[Record], path: tuple[Any, ...]) -> list[str]:
+    """The fields of the record that a place in settings holds; keys that are no field say which part of a union."""
     for key in path:
         field = cls.model_fields.get(key) if isinstance(key, str) else None
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Record)):
-            return ["(see the docs)"]
-        cls = field.annotation
+        if field is not None:
+            records = _records_in(field.annotation)
+            if len(records) != 1:
+                return ["(see the docs)"]
+            cls = records[0]
     return list(cls.model_fields)
+
+
+def _records_in(annotation: Any) -> list[type[Record]]:
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        return [annotation]
+    return [record for part in get_args(annotation) for record in _records_in(part)]
