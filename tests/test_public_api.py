@@ -57,8 +57,18 @@ def test_the_door_is_exact() -> None:
 def test_commands_and_options() -> None:
     command = typer.main.get_command(app)
     options = {name: sorted(o for p in sub.params for o in p.opts) for name, sub in command.commands.items()}  # type: ignore[attr-defined]
-    assert set(options) == {"plan", "simulate", "evaluate", "calibrate", "train", "compare"}
-    training = ["--config", "--nproc", "--out", "--overwrite", "--resume", "--set", "--steps", "--strategy"]
+    assert set(options) == {"plan", "simulate", "evaluate", "calibrate", "doctor", "train", "compare"}
+    training = [
+        "--config",
+        "--nproc",
+        "--out",
+        "--overwrite",
+        "--profile",
+        "--resume",
+        "--set",
+        "--steps",
+        "--strategy",
+    ]
     assert options["train"] == training
     assert options["compare"] == ["--config", "--out", "--overwrite", "--set", "--steps", "--strategies"]
     planning = {"--cluster", "--json", "--lengths", "--max-tokens-per-rank", "--model", "--strategy"}
@@ -112,6 +122,11 @@ def test_plan_file_is_whole_and_as_the_umask_says(tmp_path: Path, monkeypatch: p
         (["--set", "=3"], "--set '=3': expected key=value"),
         (["--set", "sp_degree=["], "--set 'sp_degree=[': the value is not valid YAML"),
         (["--strategy", "static", "--set", "sp_degree=true"], "sp_degree: got True, which is legal for yes/no"),
+        (["--set", "cluster=paper"], "strategy repack+parents: unknown option 'cluster'; legal here: fallback"),
+        (
+            ["--max-tokens-per-rank", str(2**62)],
+            f"max_tokens_per_rank={2**62} must be at least 1 and at most 2147483647",
+        ),
     ],
 )
 def test_plan_with_a_bad_option_prints_the_message_only(

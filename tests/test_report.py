@@ -1,12 +1,16 @@
+import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from typing import ClassVar
 from xml.etree import ElementTree
 
 import pytest
 
 from layerwise.errors import DataError
 from layerwise.report.page import headline, strategy_rows, write_report
+from layerwise.report.profile import plot_profile, read_profile
 from tests.runs import metrics_row, plan_of, run
 
 pytest.importorskip("matplotlib")
@@ -43,6 +47,8 @@ class TestTable:
             "step time on this machine": "2.00 s",
             "step time predicted for the cluster": "500 us",
             "planning time": "12.0 ms",
+            "MFU on this machine": "41.4%",
+            "waiting for exchanges, mean rank": "250.0 ms",
             "tokens per rank, max/mean": "1.200",
             "slow link per step, full layers": "4 MB",
             "slow link per step, sliding layers": "7 MB",
@@ -166,6 +172,44 @@ class TestPage:
             write(tmp_path / "report.html")  # with one picture more
         assert (tmp_path / "report.html").read_text() == before
         assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+class TestProfile:
+    SUMMARY: ClassVar = {
+        "num_steps": 3,
+        "sections": ["exchange_in.full_attention", "attention.sliding_attention", "exchange.moves", "moe", "other"],
+        "seconds_by_rank": [[0.1, 0.2, 0.0, 0.3, 0.4], [0.2, 0.2, 0.0, 0.1, 0.5]],
+    }
+
+    def test_ranks_and_sections_that_took_time(self, tmp_path):
+        (tmp_path / "steps.json").write_text(json.dumps(self.SUMMARY))
+        profiled = replace(two_runs()[1], profile=read_profile(tmp_path / "steps.json"))
+        text = write(tmp_path / "report.html", runs=[two_runs()[0], profiled])
+        page = _Page(text)
+        assert not page.open
+        assert len(page.ids) == len(set(page.ids))
+        assert text.count("<svg") == 5
+        assert "Where the time of a step went, repack+parents" in text
+        assert "Mean of 3 profiled steps" in text
+        table = re.findall(r"<tr>(.*?)</tr>", text[text.index("Where the time") :])
+        cells = [re.findall(r">([^<]*)</t[hd]>", row) for row in table]
+        assert cells == [
+            ["", "exchange in, full layers", "kernel, sliding layers", "MoE", "other", "step"],
+            ["rank 0", "100.0 ms", "200.0 ms", "300.0 ms", "400.0 ms", "1.00 s"],
+            ["rank 1", "200.0 ms", "200.0 ms", "100.0 ms", "500.0 ms", "1.00 s"],
+        ]
+
+    def test_bars_are_as_high_as_steps_are_long(self, tmp_path):
+        (tmp_path / "steps.json").write_text(json.dumps(self.SUMMARY))
+        (axes,) = plot_profile(read_profile(tmp_path / "steps.json")).axes
+        tops = sorted(
+            (round(bar.get_x() + bar.get_width() / 2), bar.get_y() + bar.get_height()) for bar in axes.patches
+        )
+        assert [tops[3], tops[-1]] == [(0, pytest.approx(1.0)), (1, pytest.approx(1.0))]
+        assert len({bar.get_facecolor() for bar in axes.patches}) == 4
+
+    def test_a_run_without_a_profile(self, tmp_path):
+        assert read_profile(tmp_path / "steps.json") is None
 
 
 class TestBadInput:

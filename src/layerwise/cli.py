@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from layerwise.commands import speaks_for_node
 from layerwise.commands.calibrate import calibrate
+from layerwise.commands.doctor import doctor
 from layerwise.commands.evaluate import evaluate
 from layerwise.commands.plan import plan
 from layerwise.commands.simulate import simulate
@@ -24,7 +25,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            if _speaks_for_node():
+            if speaks_for_node():
                 print("layerwise: interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
 
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train hybrid-attention models with a parallel layout of its own for each kind of layer.",
 )
-for command in (plan, simulate, evaluate, calibrate, train, compare):
+for command in (plan, simulate, evaluate, calibrate, doctor, train, compare):
     app.command()(command)
 
 
@@ -46,11 +47,6 @@ def main() -> None:
         app()
     except LayerwiseError as error:
         # Before training, settings and files are wrong for all ranks of a node alike; in training a rank may be alone.
-        if isinstance(error, RankFailedError) or _speaks_for_node():
+        if isinstance(error, RankFailedError) or speaks_for_node():
             print(f"layerwise: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-def _speaks_for_node() -> bool:
-    """True in one process of each node that torchrun started ranks on, and in a process of its own."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"

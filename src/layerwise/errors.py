@@ -8,6 +8,7 @@
         PlanMismatchError          ranks hold different plans for the same step
       UnsupportedError(NotImplementedError)  a feature that is refused rather than ignored
       RankFailedError(RuntimeError)          a rank process ended before its work did
+        CollectiveError            ranks that were waited for are gone, late or cannot be reached
       DivergedError(ArithmeticError)         the loss or the gradient is no longer finite
       CheckpointError(RuntimeError)          a checkpoint is damaged, or could not be written
 
@@ -53,3 +54,14 @@ class CheckpointError(LayerwiseError, RuntimeError):
 
 class RankFailedError(LayerwiseError, RuntimeError):
     """A rank process ended before its work did."""
+
+
+class CollectiveError(RankFailedError):
+    """Ranks that this one waited for are gone, late or cannot be reached.
+
+    rank, where: which rank waited, at which step, micro-batch and layer. peers: whom it waited for.
+    """
+
+    def __init__(self, where: str, reason: str, *, rank: int, peers: list[int]) -> None:
+        super().__init__(f"{', '.join([f'rank {rank}', *([where] if where else [])])}: {reason}")
+        self.where, self.reason, self.rank, self.peers = where, reason, rank, peers

@@ -15,9 +15,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from layerwise.errors import PlanMismatchError, SpecError
-from layerwise.exchange import Comm, GroupComm
+from layerwise.exchange import Comm, GroupComm, Progress, waiting
 from layerwise.traffic import Block
 
 ResultT = TypeVar("ResultT")
@@ -29,6 +30,7 @@ class World(Protocol):
     rank: int
     num_ranks: int
     ranks_per_node: int
+    progress: Progress
 
     def prepare(self, blocks: Iterable[Block]) -> None:
         """Make the groups that are missing; every rank calls this with the same blocks."""
@@ -58,14 +60,16 @@ class ProcessWorld:
         self.num_ranks = dist.get_world_size()
         self.ranks_per_node = ranks_per_node
         self.device = device or torch.device("cpu")
+        self.progress = Progress()
         if self.num_ranks % ranks_per_node:
             raise SpecError(f"{self.num_ranks} ranks are not a multiple of ranks_per_node={ranks_per_node}")
-        self._groups: dict[Block, Any] = {Block(0, self.num_ranks): dist.group.WORLD}
+        self._everyone = Block(0, self.num_ranks)
+        self._groups: dict[Block, Any] = {self._everyone: dist.group.WORLD}
 
     def prepare(self, blocks: Iterable[Block]) -> None:
         """Make the missing groups, in ascending order."""
         for block in sorted(set(blocks) - set(self._groups)):
-            self._groups[block] = dist.new_group(list(range(block.lo, block.hi)))
+            self._groups[block] = dist.new_group(list(range(block.lo, block.hi)), timeout=default_timeout())
 
     def comm(self, block: Block | None) -> GroupComm | None:
         """The prepared group of a block."""
@@ -79,12 +83,26 @@ class ProcessWorld:
         """Every rank's values, by rank."""
         table = torch.zeros(self.num_ranks, len(values), dtype=torch.int64, device=self.device)
         table[self.rank] = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(table)  # a sum with one term: the all-gather functions change names between torch versions
+        # A sum with one term: the all-gather functions change names between torch versions.
+        self.all_reduce(table)
         return table.tolist()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
-        dist.all_reduce(tensor)
+        """Sum over all ranks, in place. Raises CollectiveError where some of them do not come."""
+        with waiting(self.progress, self.rank, self._everyone):
+            dist.all_reduce(tensor)
+
+
+def default_timeout() -> timedelta:
+    """How long the default group waits. torch gives a new group 30 minutes (gloo), whatever that is."""
+    group: Any = dist.group.WORLD
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def share_timeout(group: Any) -> None:
+    """Let a group that torch made wait no longer than the default group."""
+    distributed_c10d._set_pg_timeout(default_timeout(), group)
 
 
 class LocalWorld:
@@ -184,6 +202,7 @@ class _LocalRank:
     def __init__(self, local: LocalWorld, rank: int) -> None:
         self.local, self.rank = local, rank
         self.num_ranks, self.ranks_per_node = local.num_ranks, local.ranks_per_node
+        self.progress = Progress()
         self._everyone = local.meeting_point(Block(0, self.num_ranks))
 
     def prepare(self, blocks: Iterable[Block]) -> None:

@@ -1,6 +1,8 @@
-"""Numbers and layer kinds, written for people."""
+"""Numbers, ranks and layer kinds, written for people."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -20,6 +22,18 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def ranks_label(ranks: Iterable[int]) -> str:
+    """Ranks for people, in runs: "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(texts)}"
 
 
 def kind_label(kind: str) -> str:

@@ -87,7 +87,7 @@ def test_auto_runs_on_cpu() -> None:
 
 def test_flash_backends_run_only_where_they_can() -> None:
     half = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
-    assert kernels._choose_backend(half, half, None) == "sdpa"  # not CUDA
+    assert kernels.choose_backend(half, half, None) == "sdpa"  # not CUDA
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_auto_on_cuda(monkeypatch, dtype, dim, sinks, flash_attn, torch_varlen, 
     OnCuda.dtype = dtype
     monkeypatch.setattr(kernels, "find_spec", lambda name: flash_attn and name == "flash_attn")
     monkeypatch.setattr("layerwise.kernels.flash.has_torch_varlen", lambda: torch_varlen)
-    assert kernels._choose_backend(OnCuda(), OnCuda(), torch.ones(1) if sinks else None) == expected
+    assert kernels.choose_backend(OnCuda(), OnCuda(), torch.ones(1) if sinks else None) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from layerwise import LocalWorld, PlannedLoader
+from layerwise import ClusterSpec, LocalWorld, PlannedLoader, plan_step
 from layerwise.errors import SpecError
 from layerwise.exchange import Meter
 from layerwise.groups import ProcessWorld, World
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.model.moe import EXPERTS, Experts
-from layerwise.runtime import use_routes
+from layerwise.runtime import build_routes, use_routes
 from layerwise.traffic import Block
 from layerwise.train.config import TrainConfig
 from layerwise.train.launch import launch
@@ -209,6 +208,9 @@ def test_rows_find_their_experts_and_come_back(counts: list[list[int]]) -> None:
     total = sum((out * out).sum() for out in expected)
     grads = torch.autograd.grad(total, [*rows, *experts.parameters()])
 
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=1)
+    plan = plan_step([8], cluster=cluster, model=spec, strategy="static", max_tokens_per_rank=8)
+
     def main(world: World) -> Any:
         block = Block(0, 2)
         world.prepare([block])
@@ -218,7 +220,7 @@ def test_rows_find_their_experts_and_come_back(counts: list[list[int]]) -> None:
         mine.comm = world.comm(block)
         x = rows[world.rank].detach().requires_grad_()
         meter = Meter(1)
-        with use_routes(SimpleNamespace(meter=meter)):  # type: ignore[arg-type]
+        with use_routes(build_routes(plan, 0, world, meter=meter)):
             out = mine(x, torch.tensor(counts[world.rank]))
         assert meter.counts[EXPERTS].calls == 2
         return out.detach(), *torch.autograd.grad((out * out).sum(), [x, *mine.parameters()])

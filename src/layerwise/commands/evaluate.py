@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,8 @@ def _check_targets(json: Path | None, report: Path | None, png: Path | None) -> 
     if report is not None:
         check_target(report, "--report")
         require_plotly()
+    if json is not None and report is not None and os.path.realpath(json) == os.path.realpath(report):
+        raise SpecError(f"--json and --report name the same file, {report}; name two")
     if png is not None:
         require_matplotlib()
         try:

@@ -31,11 +31,14 @@ def train(
     resume: Annotated[
         bool, typer.Option(help="Go on from the newest whole checkpoint of the folder, or begin where there is none.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace three steps on every rank, and report where their time went.")
+    ] = False,
 ) -> None:
     """Train with one strategy: starts the ranks itself, or joins those that torchrun started."""
     if overwrite and resume:
         raise SpecError("--overwrite replaces a run and --resume goes on with it; give one of them")
-    _run([strategy], config, set_ or [], nproc, steps, out, overwrite=overwrite, resume=resume)
+    _run([strategy], config, set_ or [], nproc, steps, out, overwrite=overwrite, resume=resume, profile=profile)
 
 
 def compare(
@@ -67,6 +70,7 @@ def _run(
     *,
     overwrite: bool,
     resume: bool = False,
+    profile: bool = False,
 ) -> None:
     """Train each strategy and write one report; a single one lives in `out` itself."""
     from layerwise.kernels import check_backend
@@ -75,6 +79,7 @@ def _run(
     from layerwise.train.loop import build_planner
     from layerwise.train.results import print_and_report
     from layerwise.train.run import checkpoint_folder, is_writer, load_data, prepare_folder, run_training
+    from layerwise.train.tracking import load_wandb
 
     configs = [load_config(config, overrides, strategy=name, num_steps=steps) for name in strategies]
     num_ranks = configs[0].cluster.num_ranks
@@ -95,12 +100,14 @@ def _run(
     for item in configs:
         build_planner(item)  # a wrong strategy ends here, before another one is trained
         check_backend(item.attention_backend)
+        if item.wandb:
+            load_wandb()
     folders = [out] if len(configs) == 1 else [out / item.strategy for item in configs]
     if is_writer():
         for item, folder in zip(configs, folders, strict=True):
             prepare_folder(folder, checkpoint_folder(item, folder), overwrite=overwrite, resume=resume)
     corpus = load_data(configs)
     for item, folder in zip(configs, folders, strict=True):
-        run_training(item, corpus, folder, resume=resume)
+        run_training(item, corpus, folder, resume=resume, profile=profile)
     if is_writer():
         print_and_report(configs, corpus, folders, out)

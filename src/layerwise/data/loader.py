@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -60,6 +60,10 @@ class Microbatch:
     def routes(self) -> AbstractContextManager[Routes]:
         """A context in which attention layers find this micro-batch's routes."""
         return use_routes(self._routes)
+
+    def with_routes(self, routes: Routes) -> Microbatch:
+        """The same tokens with other routes, of which only what is done at the tiles may differ."""
+        return replace(self, _routes=routes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +204,7 @@ class PlannedLoader:
         return index
 
     def _agreed(self, step: _PlannedStep, wait_s: float) -> Step:
+        self.world.progress.step = step.index
         local_valid = sum(int((m.shift_labels != IGNORED_LABEL).sum()) for m in step.microbatches)
         num_valid = agree(step.plan, self.world, num_valid_tokens=local_valid, content=step.content)
         return Step(

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from layerwise.exchange.graph_break import outside_graph
+from layerwise.exchange.progress import Progress, waiting
 from layerwise.exchange.staging import STAGING
+from layerwise.exchange.waits import WaitClock
 from layerwise.exchange.wire import wire_of
 from layerwise.kernels.rows import move_rows
 from layerwise.route import RowMap, Side
@@ -83,10 +85,11 @@ class Count:
 
 @dataclass
 class Meter:
-    """Counts what really goes on the wire, by layer kind; moves of hidden states count apart."""
+    """Counts what really goes on the wire and how long this rank waited for it, by layer kind; moves count apart."""
 
     ranks_per_node: int
     counts: dict[str, Count] = field(default_factory=dict)
+    waits: WaitClock = field(default_factory=WaitClock)
 
     def add(self, kind: str, comm: Comm, sent_bytes: Sequence[int]) -> None:
         """Record one all-to-all that sends `sent_bytes` to each peer."""
@@ -104,13 +107,15 @@ class Meter:
 class Site:
     """Where an exchange takes place: the layer kind or "moves", the ranks (None: no peers) and the meter.
 
-    A profiler sees it as layerwise.NAME.KIND, its way back through autograd as layerwise.NAME.KIND.backward.
+    progress: where this rank is; exchanges keep it.
+    A profiler sees a site as layerwise.NAME.KIND, its way back through autograd as layerwise.NAME.KIND.backward.
     """
 
     kind: str
     comm: Comm | None
     meter: Meter
     name: str = "exchange"
+    progress: Progress = field(default_factory=Progress)
 
 
 def range_name(name: str, kind: str) -> str:
@@ -141,10 +146,9 @@ class Flight:
     """
 
     def __init__(self, maps: tuple[RowMap, ...], site: Site) -> None:
-        self.forward = _Leg(maps, site, range_name(site.name, site.kind))
-        self.backward = _Leg(
-            tuple(row_map.inverse() for row_map in maps), site, range_name(site.name, f"{site.kind}.backward")
-        )
+        self.forward = _Leg(maps, site, range_name(site.name, site.kind), backward=False)
+        inverse = tuple(row_map.inverse() for row_map in maps)
+        self.backward = _Leg(inverse, site, range_name(site.name, f"{site.kind}.backward"), backward=True)
 
 
 def depart(flights: tuple[Flight, ...], tensors: tuple[Tensor, ...]) -> list[Ticket]:
@@ -193,16 +197,19 @@ class _Land(torch.autograd.Function):
 class _Leg:
     """One direction of a flight. `begin` sends; `complete` waits, and puts what stayed and what came in its place."""
 
-    def __init__(self, maps: tuple[RowMap, ...], site: Site, range_name: str) -> None:
+    def __init__(self, maps: tuple[RowMap, ...], site: Site, range_name: str, *, backward: bool) -> None:
         self.maps, self.site, self.range_name = maps, site, range_name
+        self.point = site.progress.point(f"{site.name} of {site.kind}", backward=backward)
         self.is_idle = site.comm is None and all(row_map.is_identity for row_map in maps)
         self.tensors: tuple[Tensor, ...] = ()
 
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
+        self.site.progress.at = self.point
         with record_function(self.range_name):
             self._begin(tensors)
 
     def complete(self, outs: list[Tensor]) -> None:
+        self.site.progress.at = self.point
         with record_function(self.range_name):
             self._complete(outs)
 
@@ -223,8 +230,10 @@ class _Leg:
         adds = [not row_map.dst.once for row_map in self.maps]
         for x, out, moves, add in zip(self.tensors, outs, self.wire.stay, adds, strict=True):
             move_rows(x, out, moves, add=add)
-        if self.site.comm is not None:
-            self.pending.wait()
+        if (comm := self.site.comm) is not None:
+            clock = self.site.meter.waits.around(self.site.kind, self.recv.device)
+            with waiting(self.site.progress, comm.block.lo + comm.peer, comm.block), clock:
+                self.pending.wait()
             for out, moves, add in zip(outs, self.wire.unpack, adds, strict=True):
                 move_rows(self.recv.unsqueeze(1), out, moves, add=add)
             STAGING.give(self.send, self.recv)

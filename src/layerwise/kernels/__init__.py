@@ -24,7 +24,7 @@ from torch import Tensor
 from layerwise.errors import SpecError
 from layerwise.kernels.segments import Segments
 
-__all__ = ["BACKENDS", "Kernel", "Segments", "check_backend", "varlen_attention"]
+__all__ = ["BACKENDS", "Kernel", "Segments", "check_backend", "choose_backend", "varlen_attention"]
 
 # kernel(q, k, v, segments, window, scale, sinks) -> [Tq, H, Dv], shapes as in varlen_attention. No segment is empty,
 # scale is a number and sinks have q's dtype. The result carries a graph to q, k and v.
@@ -71,7 +71,7 @@ def varlen_attention(
     _check(q, k, v, segments, window, sinks)
     sinks = None if sinks is None else sinks.to(q.dtype)
     if backend == "auto":
-        backend = _choose_backend(q, v, sinks)
+        backend = choose_backend(q, v, sinks)
     kernel = _load_kernel(backend) if isinstance(backend, str) else backend
     # Empty segments make some kernels fail, in backward only, so no kernel gets to see one.
     live = segments.with_queries
@@ -103,8 +103,8 @@ def _load_kernel(backend: str) -> Kernel:
     return kernel
 
 
-def _choose_backend(q: Tensor, v: Tensor, sinks: Tensor | None) -> str:
-    """The flash kernels take half precision, head dims up to 256 and no sinks."""
+def choose_backend(q: Tensor, v: Tensor, sinks: Tensor | None) -> str:
+    """What "auto" runs for rows like these: flash kernels take half precision, head dims up to 256 and no sinks."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     if not (q.is_cuda and half and sinks is None and max(q.shape[-1], v.shape[-1]) <= 256):
         return "sdpa"

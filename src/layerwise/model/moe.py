@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 
-from layerwise.exchange import Comm, Site, all_to_all, exchange
+from layerwise.exchange import Comm, all_to_all, exchange
 from layerwise.route import RowMap, listed_side
 from layerwise.runtime import current_routes
 from layerwise.spec import ModelSpec
@@ -63,13 +64,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, piece_index: Tensor, num_pieces: int) -> tuple[Tensor, RouterStats]:
         """x [T, C], piece_index int64 [T] in [0, num_pieces) -> [T, C] and the router's sums per piece."""
-        probs = self._route(x)
-        weights, experts = probs.topk(self.experts_per_token, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        output = self._run_experts(x, experts, weights)
-        if self.shared is not None:
-            output = output + self.shared(x)
-        return output, _sum_per_piece(probs, experts, piece_index, num_pieces)
+        with record_function("layerwise.moe"):
+            probs = self._route(x)
+            weights, experts = probs.topk(self.experts_per_token, dim=-1)
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+            output = self._run_experts(x, experts, weights)
+            if self.shared is not None:
+                output = output + self.shared(x)
+            return output, _sum_per_piece(probs, experts, piece_index, num_pieces)
 
     def _route(self, x: Tensor) -> Tensor:
         """Probabilities [T, E]; never in half precision, where near ties would depend on rounding."""
@@ -107,7 +109,7 @@ class Experts(nn.Module):
         if self.comm is None:
             return self._run(rows, counts)
         there, local_counts = _to_experts(counts, self.comm)
-        site = Site(EXPERTS, self.comm, current_routes().meter)
+        site = current_routes().site(EXPERTS, self.comm)
         (local_rows,) = exchange((rows,), (there,), site)
         (back,) = exchange((self._run(local_rows, local_counts),), (there.inverse(),), site)
         return back

@@ -18,6 +18,7 @@ from layerwise.labels import format_bytes, format_seconds, kind_label
 from layerwise.plan import StepPlan
 from layerwise.report.html import html_page
 from layerwise.report.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
+from layerwise.report.profile import StepProfile, plot_profile, profile_table
 from layerwise.report.rows import Runs, balance, by_degree, column, mean_of
 from layerwise.spec import FULL
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEP_FIELDS = frozenset(
-    {"step", "loss", "num_tokens", "step_s", "plan_s", "predicted_s", "microbatches", "exchange", "parents"}
-    | {"children", "fallbacks", "tokens_per_rank_max", "tokens_per_rank_mean"}
+    {"step", "loss", "num_tokens", "step_s", "mfu", "plan_s", "predicted_s", "microbatches", "exchange", "parents"}
+    | {"children", "fallbacks", "tokens_per_rank_max", "tokens_per_rank_mean", "exchange_wait_s"}
 )
 
 
@@ -34,13 +35,15 @@ STEP_FIELDS = frozenset(
 class RunRecord:
     """What one strategy's run left: `rows` as in metrics.jsonl, one per step, and what divides them.
 
-    `num_layers` counts the layers of each kind. Raises DataError where steps or fields are missing.
+    `num_layers` counts the layers of each kind, `profile` is of a few steps. Raises DataError where steps or fields
+    are missing.
     """
 
     strategy: str
     rows: Sequence[Mapping[str, Any]]
     num_ranks: int
     num_layers: Mapping[str, int]
+    profile: StepProfile | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -96,10 +99,12 @@ def write_report(
         _figure("loss", plot_losses(by_strategy), _LOSS_CAPTION),
         _figure("balance", plot_balance(by_strategy), _BALANCE_CAPTION),
     ]
+    profiles = [_profile(run.strategy, run.profile) for run in runs if run.profile is not None]
     body = _BODY.format(
         headline=html.escape(headline(runs)),
         table=_table(strategy_rows(runs)),
         figures="\n".join(figures),
+        profiles="\n".join(profiles),
         config=html.escape(config_text),
     )
     write_whole(Path(path), html_page(title, body), "report")
@@ -116,6 +121,8 @@ def _strategy_row(run: RunRecord, kinds: list[str]) -> dict[str, str]:
         "step time on this machine": _median_time(run, "step_s"),
         "step time predicted for the cluster": _median_time(run, "predicted_s"),
         "planning time": _median_time(run, "plan_s"),
+        "MFU on this machine": f"{np.median(column(rows, 'mfu')):.1%}",
+        "waiting for exchanges, mean rank": _median_wait(rows),
         "tokens per rank, max/mean": f"{np.median(balance(rows)):.3f}",
     }
     for link in ("slow", "fast"):
@@ -141,6 +148,10 @@ def _slow_bytes(run: RunRecord, kinds: list[str]) -> float:
 
 def _median_time(run: RunRecord, key: str) -> str:
     return format_seconds(float(np.median(column(run.rows, key))))
+
+
+def _median_wait(rows: Sequence[Mapping[str, Any]]) -> str:
+    return format_seconds(float(np.median([sum(row["exchange_wait_s"].values()) for row in rows])))
 
 
 def _calls_per_layer(run: RunRecord, kind: str) -> float:
@@ -172,6 +183,11 @@ def _table(rows: list[dict[str, str]]) -> str:
         cells = "".join(f"<{tag}>{html.escape(row[heading])}</{tag}>" for row in rows)
         lines.append(f"<tr><th scope='row'>{html.escape(heading)}</th>{cells}</tr>")
     return f"<table>{''.join(lines)}</table>"
+
+
+def _profile(strategy: str, profile: StepProfile) -> str:
+    figure = _figure(f"profile-{strategy}", plot_profile(profile), _PROFILE_CAPTION.format(steps=profile.num_steps))
+    return f"<h2>Where the time of a step went, {html.escape(strategy)}</h2>{figure}{profile_table(profile)}"
 
 
 def _figure(name: str, figure: Figure, caption: str) -> str:
@@ -209,6 +225,12 @@ _BALANCE_CAPTION = (
     "fullest holds a fifth more than the mean."
 )
 
+_PROFILE_CAPTION = (
+    "Mean of {steps} profiled steps, forward and backward. Exchanges hold packing, unpacking and waiting, also for "
+    "ranks that come late; MoE is router and experts; other is all the rest, such as projections, norms, the loss, "
+    "gradient sums and waiting for the plan. Profiling itself slows steps down."
+)
+
 _BODY = """<p class="lead">{headline}</p>
 <div class="scroll">{table}</div>
 <p class="note">
@@ -218,6 +240,7 @@ predicted step time is the cost model's, for the cluster in the settings below, 
 machine.</p>
 <h2>Pictures</h2>
 {figures}
+{profiles}
 <h2>Settings</h2>
 <details open><summary class="note">every option, with defaults filled in</summary>
 <pre>{config}</pre></details>"""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from layerwise.errors import PlanMismatchError, SpecError
-from layerwise.exchange import Flight, Meter, Site, depart, exchange, land, outside_graph, range_name
+from layerwise.exchange import Comm, Flight, Meter, Site, depart, exchange, land, outside_graph, range_name
 from layerwise.groups import World
 from layerwise.kernels import Kernel
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
@@ -54,6 +54,7 @@ class LocalTokens:
 class Routes:
     """What one rank needs to run one micro-batch.
 
+    microbatch: its number in the step.
     attention, by_kind: the attention and the route of each layer kind.
     parts: the route of each layer kind in parts that overlap; one part is the whole.
     places: the local tokens at HOME, and in layers of kinds with shards of their own.
@@ -63,6 +64,7 @@ class Routes:
     """
 
     world: World
+    microbatch: int
     meter: Meter
     backend: str | Kernel
     attention: dict[str, AttentionSpec]
@@ -89,6 +91,10 @@ class Routes:
         if kind != HOME and kind not in self.by_kind:
             raise SpecError(f"layer kind {kind!r} is not planned; the plan has {sorted(self.by_kind)}")
         return kind if kind in self.places else HOME
+
+    def site(self, kind: str, comm: Comm | None, name: str = "exchange") -> Site:
+        """Where an exchange of this micro-batch takes place."""
+        return Site(kind, comm, self.meter, name, self.world.progress)
 
 
 def build_routes(
@@ -138,6 +144,7 @@ def build_routes(
             parts[kind] = tuple(part.to(device) for part in cut)
     return Routes(
         world=world,
+        microbatch=index,
         meter=meter or Meter(world.ranks_per_node),
         backend=backend,
         attention=plan.attention,
@@ -200,28 +207,49 @@ def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int =
 
     To be called on every rank before the first collective that depends on the plan. `num_valid_tokens` are this rank's
     tokens with a label; `content` is a hash of the step's samples.
-    Raises PlanMismatchError, on every rank, where two ranks hold different plans.
+    Raises PlanMismatchError, on every rank, where two ranks hold different plans; says what differs first.
     """
+    world.progress.at = "agreement on the plan"
     gathered = world.gather_ints([plan.digest() ^ content, num_valid_tokens])
     digests = [row[0] for row in gathered]
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise PlanMismatchError(
-                f"rank 0 holds plan {digests[0]:016x} and rank {rank} holds {digest:016x}: all ranks must see the same "
-                "samples and tokens in the same order (seed anything random by step, not by rank), and the same "
-                "cluster, model, strategy and version"
+                f"rank 0 holds plan {digests[0]:016x} and rank {rank} holds {digest:016x}, which differ first in "
+                f"{_first_difference(plan, world)}: all ranks must see the same samples and tokens in the same order "
+                "(seed anything random by step, not by rank), and the same cluster, model, strategy and version"
             )
     world.prepare(plan_blocks(plan))
     return sum(row[1] for row in gathered)
+
+
+def _first_difference(plan: StepPlan, world: World) -> str:
+    """What part of the ranks' plans differs first. Every rank calls this."""
+    digests = {"the lengths of the samples or the settings": replace(plan, microbatches=()).digest()}
+    for index, microbatch in enumerate(plan.microbatches):
+        before, tiles = plan.microbatches[:index], dict(sorted(microbatch.tiles.items()))
+        for count, part in enumerate(["the shards", *(f"the tiles of {kind} layers" for kind in tiles)]):
+            cut = replace(microbatch, tiles=dict(islice(tiles.items(), count)))
+            digests[f"micro-batch {index}, {part}"] = replace(plan, microbatches=(*before, cut)).digest()
+    most = max(row[0] for row in world.gather_ints([len(digests)]))
+    table = np.array(world.gather_ints([*digests.values(), *[-1] * (most - len(digests))]))
+    differing = np.flatnonzero((table != table[0]).any(axis=0))
+    if not len(differing):
+        return "the tokens of the samples"
+    return [*digests, f"the number of micro-batches, which is {len(plan.microbatches)} on rank {world.rank}"][
+        min(int(differing[0]), len(digests))
+    ]
 
 
 _current: ContextVar[Routes | None] = ContextVar("layerwise_routes", default=None)
 
 
 @contextmanager
-def use_routes(routes: Routes) -> Iterator[Routes]:
-    """Attention layers called inside follow these routes."""
+def use_routes(routes: Routes, *, layers_before: int = 0) -> Iterator[Routes]:
+    """Attention layers called inside follow these routes. Messages count them from `layers_before` on."""
     token = _current.set(routes)
+    progress = routes.world.progress
+    progress.microbatch, progress.layer = routes.microbatch, layers_before - 1
     try:
         yield routes
     finally:
@@ -245,9 +273,10 @@ def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
     The backward may run after other micro-batches' forwards, and on another thread.
     """
     routes = current_routes()
+    layers_before = routes.world.progress.layer + 1
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return use_routes(routes), use_routes(routes)
+        return use_routes(routes, layers_before=layers_before), use_routes(routes, layers_before=layers_before)
 
     return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts)
 
@@ -271,7 +300,7 @@ def relocate(hidden: Tensor, *, source: str = HOME, target: str = HOME, routes: 
     if places not in routes.moves:
         return hidden
     move = routes.moves[places]
-    (moved,) = exchange((hidden,), (move.rows,), Site(MOVES, routes.world.comm(move.block), routes.meter))
+    (moved,) = exchange((hidden,), (move.rows,), routes.site(MOVES, routes.world.comm(move.block)))
     return moved
 
 
@@ -285,6 +314,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    layer: int | None = None,
     routes: Routes | None = None,
 ) -> Tensor:
     """Causal attention of this rank's packed tokens, wherever the plan computes it.
@@ -294,6 +324,7 @@ def attention(
     kind: the layer kind, e.g. "full_attention"; window: the sliding window if the caller wants it checked against
     the plan's.
     scale: of the scores, default D ** -0.5. sinks: [H], a logit per head that takes part in the softmax only.
+    layer: its number, for messages; by default the attention calls of the micro-batch are counted.
     Returns [T, H, Dv]. Runs two all-to-alls per part where this rank's exchange block is wider than one rank, else
     none.
     Raises SpecError for shapes or windows that are not the plan's.
@@ -302,14 +333,18 @@ def attention(
     num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
     spec, route, parts = routes.attention[kind], routes.by_kind[kind], routes.parts[kind]
     check_call(q, k, v, spec, kind, window, sinks, num_tokens)
+    progress = routes.world.progress
+    progress.enter_layer(routes.microbatch, layer)
+    computing = progress.point(f"attention of {kind}")
     comm = routes.world.comm(route.block)
-    site_in, site_out = (Site(kind, comm, routes.meter, name) for name in ("exchange_in", "exchange_out"))
+    site_in, site_out = (routes.site(kind, comm, name) for name in ("exchange_in", "exchange_out"))
     there = tuple(Flight(part.to_tiles, site_in) for part in parts)
     back = tuple(Flight(part.from_tiles, site_out) for part in parts)
     tickets = depart(there, (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
     returning = []
     for part, to_tiles, ticket, from_tiles in zip(parts, there, tickets, back, strict=True):
         rows = land((to_tiles,), [ticket])
+        progress.at = computing
         with record_function(range_name("attention", kind)):
             out = attend(rows, part, spec, scale, sinks, routes.backend)
         returning += depart((from_tiles,), (out,))

@@ -59,6 +59,14 @@ class CheckpointConfig(Record):
         return every is not None and (steps_taken % every == 0 or steps_taken == num_steps)
 
 
+class WandbConfig(Record):
+    """Metrics to Weights & Biases, beside the files of the run; needs the extra `wandb`. `name` None: made up there."""
+
+    project: str = Field(min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    mode: Literal["online", "offline"] = "online"
+
+
 class TrainConfig(Record):
     """Everything that decides what a run computes. `docs/train.md` describes each key."""
 
@@ -69,6 +77,7 @@ class TrainConfig(Record):
     data: DataConfig = Field(default_factory=DataConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    wandb: WandbConfig | None = None
     num_steps: int = Field(default=20, ge=1)
     tokens_per_step: int = Field(ge=1, description="samples are added to a step until the next would exceed this")
     max_tokens_per_rank: int = Field(ge=1, description="of one micro-batch; what a rank's memory holds")

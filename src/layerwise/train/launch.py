@@ -1,36 +1,43 @@
 """Starting ranks: join what torchrun started, or fork local ranks from one warmed process.
 
 Forking has 16 gloo ranks up in well under a second, where starting 16 interpreters takes half a minute. The parent
-never
-computes, so no thread pool is inherited. It watches its children: the first that ends badly ends the others, and the
-parent raises one RankFailedError that says which rank and why.
+never computes, so no thread pool is inherited. It watches its children: when one ends badly it lets the others say
+their last words, ends them, and raises one RankFailedError that says which rank was at fault and where the others were.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from layerwise.errors import LayerwiseError, RankFailedError, SpecError
+from layerwise.errors import RankFailedError, SpecError
 from layerwise.groups import ProcessWorld
+from layerwise.labels import ranks_label
+from layerwise.train.failing import LISTEN_S, LastWord, LastWords, run_to_the_end
 from layerwise.train.rendezvous import fresh_store
 
+ValueT = TypeVar("ValueT")
 RankMain = Callable[[ProcessWorld, torch.device], None]
+# Beyond the time for last words, for a rank to notice that others have failed.
+_SLACK_S = 2.0
 PR_SET_PDEATHSIG = 1  # prctl(2): the child gets a signal when its parent dies
 
 
@@ -88,13 +95,11 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
     shared_store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     store = fresh_store(shared_store, rank, world_size, timeout_s)
     dist.init_process_group(_backend(torch_device), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    try:
-        main(ProcessWorld(ranks_per_node, torch_device), torch_device)
-        dist.barrier()
-    except LayerwiseError as error:
-        raise RankFailedError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error
-    finally:
-        dist.destroy_process_group()
+    world = ProcessWorld(ranks_per_node, torch_device)
+    word = run_to_the_end(lambda: main(world, torch_device), world, store, timeout_s)
+    dist.destroy_process_group()
+    if word is not None:
+        raise RankFailedError(word.of(rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +113,13 @@ class _Rank:
     timeout_s: float
     store: Path
 
-    def run(self) -> None:
+    def run(self) -> LastWord | None:
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{self.store}",
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timedelta(seconds=self.timeout_s),
-        )
-        self.main(ProcessWorld(self.ranks_per_node), torch.device("cpu"))
-        dist.barrier()
-        dist.destroy_process_group()
+        store, device = dist.FileStore(str(self.store), self.num_ranks), torch.device("cpu")
+        timeout = timedelta(seconds=self.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_ranks, timeout=timeout)
+        world = ProcessWorld(self.ranks_per_node, device)
+        return run_to_the_end(lambda: self.main(world, device), world, store, self.timeout_s)
 
 
 def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
@@ -134,7 +134,7 @@ def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
         try:
             for rank in range(num_ranks):
                 children[rank] = _Child(_Rank(rank=rank, **settings))
-            _watch(children)
+            _watch(children, settings["store"])
         finally:
             for child in children.values():
                 child.process.kill()
@@ -142,7 +142,7 @@ def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
 
 
 class _Child:
-    """A forked rank and the pipe on which it says why it failed."""
+    """A forked rank and the pipe on which it says its last word."""
 
     def __init__(self, rank: _Rank) -> None:
         context = multiprocessing.get_context("fork")
@@ -151,41 +151,64 @@ class _Child:
         self.process.start()
         end.close()
 
-    def failure(self) -> tuple[bool, str] | None:
-        """(was the rank's own fault, message), or None for a rank that ended well or still runs."""
-        if self.said.poll():
-            try:
-                own_fault, message = self.said.recv()
-                return own_fault, message
-            except EOFError:
-                pass
+    def last_word(self) -> LastWord | None:
+        """Why the rank failed; None where it ended well or still runs."""
+        with suppress(EOFError):
+            if self.said.poll():
+                word: LastWord = self.said.recv()
+                return word
         code = self.process.exitcode
-        if code is None or code == 0:
+        if not code:
             return None
-        return True, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return LastWord(where="", why=why, waited=False)
 
 
-def _watch(ranks: dict[int, _Child]) -> None:
-    """Wait for all children; on a failure let the others say theirs for a moment, and raise the likeliest cause."""
-    running = dict(ranks)
-    while running:
-        ended = wait([child.process.sentinel for child in running.values()])
-        done = [rank for rank, child in running.items() if child.process.sentinel in ended]
-        for rank in done:
+def _watch(ranks: dict[int, _Child], store: Path) -> None:
+    """Wait for all children; after a failure no longer than others need to say their last words."""
+    running, words, until = dict(ranks), dict[int, LastWord](), math.inf
+    while running and (ended := _ended(running, until)):
+        for rank in ended:
             running.pop(rank).process.join()
-        if any(ranks[rank].process.exitcode for rank in done):
-            wait([child.process.sentinel for child in running.values()], timeout=1.0)
-            raise RankFailedError(_explain(ranks))
+            word = ranks[rank].last_word()
+            if word is None:
+                continue
+            # One that waited has listened for as long as the others may take.
+            until = min(until, time.monotonic() + _SLACK_S + (0.0 if word.waited else LISTEN_S))
+            words[rank] = word
+            if (ranks[rank].process.exitcode or 0) < 0:  # it cannot tell the others
+                LastWords(dist.FileStore(str(store), len(ranks))).say(rank, word)
+    for rank in running:
+        ranks[rank].process.terminate()  # those that can say where they are
+    wait([child.process.sentinel for child in running.values()], _SLACK_S / 2)
+    if words:
+        raise RankFailedError("\n".join(_explain(words, len(ranks))))
 
 
-def _explain(ranks: dict[int, _Child]) -> str:
-    failures = [(rank, child.failure()) for rank, child in ranks.items()]
-    found = [(rank, *failure) for rank, failure in failures if failure is not None]
-    # A rank that lost its peer is a consequence; name the cause.
-    rank, _, message = min(found, key=lambda item: (not item[1], item[0]))
-    same = sum(other == message for _, _, other in found)
-    where = f"rank {rank}" if same == 1 else f"rank {rank} and {same - 1} more"
-    return f"{where}: {message}" + ("" if len(ranks) == 1 else "\nThe other ranks were stopped.")
+def _ended(running: dict[int, _Child], until: float) -> list[int]:
+    """The children that have ended, of which there is one at least, or none when it is too late."""
+    timeout = None if until == math.inf else max(0.0, until - time.monotonic())
+    ended = wait([child.process.sentinel for child in running.values()], timeout)
+    return [rank for rank, child in running.items() if child.process.sentinel in ended]
+
+
+def _explain(words: dict[int, LastWord], num_ranks: int) -> Iterator[str]:
+    """The faults and where the other ranks waited; without a fault, what those that waited know."""
+    at_fault = {rank: word for rank, word in words.items() if not word.waited}
+    for word, ranks in _by_value(at_fault):
+        yield word.of(ranks[0]) + (f"\n  the same: {ranks_label(ranks[1:])}" if len(ranks) > 1 else "")
+    for where, ranks in _by_value({rank: word.where for rank, word in words.items() if word.waited}):
+        yield f"{ranks_label(ranks)}, {where}: waited in vain" if at_fault else words[ranks[0]].of(ranks[0])
+    if len(words) < num_ranks:
+        yield f"{ranks_label(set(range(num_ranks)) - set(words))}: gave no reason in time, and was ended"
+
+
+def _by_value(values: dict[int, ValueT]) -> list[tuple[ValueT, list[int]]]:
+    """Equal values once, each with its ranks, in order of the first of them."""
+    groups: dict[ValueT, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return list(groups.items())
 
 
 def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
@@ -195,15 +218,13 @@ def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     status = 1
     try:
-        rank.run()
-        status = 0
-    except LayerwiseError as error:
-        said.send((True, f"{type(error).__name__}: {error}"))
-    except Exception as error:
-        lost_peer = isinstance(error, (dist.DistError, RuntimeError)) and "gloo" in str(error).lower()
-        text = "".join(traceback.format_exception(error)) if not lost_peer else f"lost a peer: {error}"
-        said.send((not lost_peer, text.strip()))
+        word = rank.run()
+        status = 0 if word is None else 1
+    except Exception as error:  # before the ranks had met
+        word = LastWord(where="", why="".join(traceback.format_exception(error)).strip(), waited=False)
     finally:
+        if word is not None:
+            said.send(word)
         said.close()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.cost import predict
+from layerwise.cost import model_flops
 from layerwise.data.corpus import Corpus
 from layerwise.data.loader import Microbatch, PlannedLoader, Step
 from layerwise.data.sampler import StepSampler
@@ -24,7 +26,10 @@ from layerwise.planners import Planner
 from layerwise.runtime import MOVES
 from layerwise.train.checkpoint import Checkpoints, RunState, check_resumable
 from layerwise.train.config import TrainConfig
-from layerwise.train.metrics import peak_bytes, plan_numbers, sum_over_ranks
+from layerwise.train.forecast import Forecast, Forecaster
+from layerwise.train.metrics import Totals, peak_bytes, plan_numbers, sum_over_ranks
+from layerwise.train.nonfinite import first_not_finite
+from layerwise.train.profile import NUM_BEFORE, StepProfiler
 from layerwise.train.sharding import build_mesh, clip_gradients, shard_model, sync_gradients_at
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -88,7 +93,7 @@ class Watcher(Protocol):
         """The first step to come; not 0 in a run that goes on from a checkpoint."""
 
     def step(self, row: dict[str, Any]) -> None:
-        """A step is done; `row` is documented in docs/metrics.md and equal on every rank but for its seconds."""
+        """A step is done; `row` is documented in docs/metrics.md. Only rank 0 is told."""
 
     def say(self, text: str) -> None:
         """Something that people must know and that is no error."""
@@ -103,9 +108,11 @@ def train(
     *,
     folder: Path,
     resume: bool,
+    profile: Path | None = None,
 ) -> None:
     """Train on this rank, with checkpoints in `folder`, from the newest of them on where `resume` is set.
 
+    profile: a folder for what the profiler sees of a few steps.
     Raises LayerwiseError for settings, data, plans and checkpoints that cannot be used.
     """
     model = build_model(config, world, device)
@@ -113,9 +120,11 @@ def train(
     checkpoints = Checkpoints(folder, world, keep=config.checkpoint.keep, warn=watcher.say)
     first_step = _resume(checkpoints, model, optimizer, config, corpus, watcher) if resume else 0
     watcher.start(first_step)
+    planner = build_planner(config)
+    forecaster = Forecaster(planner) if world.rank == 0 else None  # only rank 0 tells
     loader = PlannedLoader(
         dataset=corpus,
-        planner=build_planner(config),
+        planner=forecaster or planner,
         world=world,
         steps=build_sampler(config, corpus),
         vocab_size=config.model.vocab_size,
@@ -125,19 +134,35 @@ def train(
         overlap_parts=config.overlap_parts,
         device=device,
     )
+    profiler = StepProfiler(profile, world, device, config.model.kinds) if profile else None
     started = time.perf_counter()
     for step in loader:
         losses = accumulate_gradients(model, step, config)
-        grad_norm = update(model, optimizer, step.index, config, world)
-        totals, exchange = sum_over_ranks(step, losses, _exchange_kinds(step, config), world)
-        row = _row(step, totals, exchange, config) | {"grad_norm": grad_norm}
+        world.progress.at = "the sums of gradients and losses"
+        totals = sum_over_ranks(step, losses, _exchange_kinds(step, config), world)
+        try:
+            _check_finite("loss", totals.losses["loss"], step.index, config)
+            grad_norm = update(model, optimizer, step.index, config, world)
+        except DivergedError as error:
+            again = partial(_forward, model, step=step, config=config)
+            found = first_not_finite(model, step, again, world)
+            world.progress.at = "the check for finite numbers"
+            raise DivergedError(f"{error}\n  {found}") from None
+        peak = peak_bytes(world, device)
         now = time.perf_counter()
-        watcher.step(row | {"step_s": now - started, "peak_bytes_max": peak_bytes(world, device)})
+        if forecaster is not None:
+            timing = _timing(step, now - started, forecaster.of(step.plan), config)
+            watcher.step(_row(step, totals) | timing | {"grad_norm": grad_norm, "peak_bytes_max": peak})
         started = now
+        if profiler is not None:
+            profiler.step()
+            started = time.perf_counter()  # it may have written a trace
         if config.checkpoint.is_due(step.index + 1, config.num_steps):
             state = _run_state(step.index + 1, config, corpus, world)
             checkpoints.save(model, optimizer, state, wait=not config.checkpoint.asynchronous)
     checkpoints.close()
+    if profiler is not None and not profiler.finish():
+        watcher.say(f"--profile: nothing to show, since it begins after {NUM_BEFORE} steps; take more steps")
 
 
 def _resume(
@@ -213,21 +238,26 @@ def _forward(model: HybridLM, microbatch: Microbatch, step: Step, config: TrainC
 def update(
     model: HybridLM, optimizer: torch.optim.Optimizer, step: int, config: TrainConfig, world: ProcessWorld
 ) -> float:
-    """One optimizer step with the gradients of all ranks; their norm before clipping."""
+    """One optimizer step with the gradients of all ranks; their norm before clipping. Raises DivergedError."""
     opt = config.optimizer
     if config.sharding == "replicate":
         reduce_gradients(model.parameters(), world)
     grad_norm = float(clip_gradients(model.parameters(), opt.clip_grad_norm or math.inf))
-    if not math.isfinite(grad_norm):
-        raise DivergedError(
-            f"step {step}: the gradient norm is {grad_norm}, so the weights were not changed; lower "
-            f"optimizer.learning_rate={opt.learning_rate}, set optimizer.clip_grad_norm, or look for bad samples"
-        )
+    _check_finite("gradient norm", grad_norm, step, config)
     for group in optimizer.param_groups:
         group["lr"] = opt.learning_rate * min(1.0, (step + 1) / (opt.warmup_steps + 1))
     optimizer.step()
     optimizer.zero_grad()
     return grad_norm
+
+
+def _check_finite(name: str, value: float, step: int, config: TrainConfig) -> None:
+    if not math.isfinite(value):
+        raise DivergedError(
+            f"step {step}: the {name} is {value}, so the weights were not changed; lower "
+            f"optimizer.learning_rate={config.optimizer.learning_rate}, set optimizer.clip_grad_norm, or look for bad "
+            "samples"
+        )
 
 
 def _exchange_kinds(step: Step, config: TrainConfig) -> tuple[str, ...]:
@@ -236,16 +266,26 @@ def _exchange_kinds(step: Step, config: TrainConfig) -> tuple[str, ...]:
     return (*config.model.kinds, *moves, *experts)
 
 
-def _row(step: Step, losses: dict[str, float], exchange: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+def _row(step: Step, totals: Totals) -> dict[str, Any]:
     return {
         "step": step.index,
-        **losses,
+        **totals.losses,
         "num_samples": len(step.plan.lengths),
         "num_tokens": step.num_tokens,
         "num_valid_tokens": step.num_valid_tokens,
-        "plan_s": step.plan_s,
-        "wait_s": step.wait_s,
-        "predicted_s": predict(step.plan, config.cluster, config.model).seconds,
         **plan_numbers(step.plan),
-        "exchange": exchange,
+        "exchange": totals.exchange,
+        "exchange_wait_s": totals.exchange_wait_s,
+    }
+
+
+def _timing(step: Step, step_s: float, forecast: Forecast, config: TrainConfig) -> dict[str, Any]:
+    peak_flops = config.cluster.num_ranks * config.cluster.peak_flops_per_s * step_s
+    return {
+        "step_s": step_s,
+        "mfu": model_flops(config.model, np.asarray(step.plan.lengths)) / peak_flops,
+        "plan_s": step.plan_s - forecast.took_s,
+        "wait_s": step.wait_s,
+        "predicted_s": forecast.step_s,
+        "predicted_saving": forecast.saving,
     }

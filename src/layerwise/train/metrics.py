@@ -1,10 +1,12 @@
-"""What a run records: one JSON object per step, documented in docs/metrics.md, and TensorBoard scalars."""
+"""What a run records: one JSON object per step, documented in docs/metrics.md, and scalars for people to watch."""
 
 from __future__ import annotations
 
 import json
 import resource
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,31 +15,47 @@ import torch
 from layerwise.data.loader import Step
 from layerwise.exchange import Count
 from layerwise.groups import World
+from layerwise.labels import format_bytes, format_seconds
 from layerwise.plan import StepPlan
+from layerwise.train.config import TrainConfig
+from layerwise.train.tracking import WandbRun
 
 
-def sum_over_ranks(
-    step: Step, losses: dict[str, torch.Tensor], kinds: tuple[str, ...], world: World
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """(losses, exchange counts by layer kind), each the sum of what every rank holds, in one small all-reduce."""
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """A step over all ranks: summed losses, summed exchange counts by layer kind, mean seconds of waits by kind."""
+
+    losses: dict[str, float]
+    exchange: dict[str, dict[str, int]]
+    exchange_wait_s: dict[str, float]
+
+
+def sum_over_ranks(step: Step, losses: dict[str, torch.Tensor], kinds: tuple[str, ...], world: World) -> Totals:
+    """What every rank holds of the step's losses and exchanges, together; one small all-reduce."""
     device = next(iter(losses.values())).device
     counts = [step.meter.counts.get(kind, Count()) for kind in kinds]
     numbers = [n for c in counts for n in (c.calls, c.fast_bytes, c.slow_bytes)]
+    waits_s = [step.meter.waits.seconds(kind) for kind in kinds]
     # float64 holds counts up to 2**53 exactly.
     table = torch.cat(
         [
             torch.stack([v.detach().double() for v in losses.values()]),
-            torch.tensor(numbers, dtype=torch.float64, device=device),
+            torch.tensor([*numbers, *waits_s], dtype=torch.float64, device=device),
         ]
     )
     world.all_reduce(table)
     values = table.tolist()
-    totals = [int(n) for n in values[len(losses) :]]
-    exchange = {
-        kind: dict(zip(("calls", "fast_bytes", "slow_bytes"), totals[3 * i : 3 * i + 3], strict=True))
-        for i, kind in enumerate(kinds)
-    }
-    return dict(zip(losses, values, strict=False)), exchange
+    totals = [int(n) for n in values[len(losses) : len(losses) + len(numbers)]]
+    return Totals(
+        losses=dict(zip(losses, values, strict=False)),
+        exchange={
+            kind: dict(zip(("calls", "fast_bytes", "slow_bytes"), totals[3 * i : 3 * i + 3], strict=True))
+            for i, kind in enumerate(kinds)
+        },
+        exchange_wait_s=dict(
+            zip(kinds, [seconds / world.num_ranks for seconds in values[len(losses) + len(numbers) :]], strict=True)
+        ),
+    )
 
 
 def peak_bytes(world: World, device: torch.device) -> int:
@@ -89,32 +107,73 @@ def _end_of_steps(file: TextIO, first_step: int) -> int:
     return end
 
 
+def watched(row: dict[str, Any]) -> dict[str, float]:
+    """Numbers that people watch and that follow from a row."""
+    return {
+        "tokens_per_s": row["num_tokens"] / row["step_s"],
+        "imbalance": row["tokens_per_rank_max"] / max(row["tokens_per_rank_mean"], 1e-9),
+        "slow_bytes": sum(counts["slow_bytes"] for counts in row["exchange"].values()),
+        "exchange_wait_s": sum(row["exchange_wait_s"].values()),
+    }
+
+
+def progress_line(row: dict[str, Any]) -> str:
+    """A step for the terminal."""
+    now = watched(row)
+    words = [
+        f"loss {row['loss']:.4f}",
+        f"{format_seconds(row['step_s'])} per step",
+        f"{now['tokens_per_s']:,.0f} tokens/s",
+        f"MFU {row['mfu']:.1%}",
+        f"imbalance {now['imbalance']:.2f}",
+        f"{format_bytes(now['slow_bytes'])} between nodes",
+        f"{format_seconds(now['exchange_wait_s'])} waiting for exchanges",
+    ]
+    if row["predicted_saving"]:
+        saving = row["predicted_saving"]
+        words.append(f"{abs(saving):.1%} {'slower' if saving < 0 else 'faster'} than dynamic (predicted)")
+    return "  ".join(words)
+
+
+def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        if isinstance(value, (int, float)) and key != "step":
+            yield key, value
+    yield from watched(row).items()
+    for kind, counts in row["exchange"].items():
+        for key, value in (counts | {"wait_s": row["exchange_wait_s"][kind]}).items():
+            yield f"exchange/{kind}/{key}", value
+
+
 class Recorder:
     """Writes metrics.jsonl (flushed per step) and TensorBoard events into a folder; used by rank 0 only.
 
-    Of what an interrupted run wrote, the steps from `first_step` on go: they are taken again.
+    Weights & Biases gets the same scalars where the config has a project. Of what an interrupted run wrote, the steps
+    from `first_step` on go: they are taken again.
     """
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, first_step: int) -> None:
         # Imported here: it costs seconds and only one rank writes.
         from torch.utils.tensorboard import SummaryWriter
 
         self._file = (folder / "metrics.jsonl").open("a+")
         self._file.truncate(_end_of_steps(self._file, first_step))
         self._events = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+        self._wandb = WandbRun(config, folder, first_step) if config.wandb else None
 
     def close(self) -> None:
-        """Finish both files."""
+        """Finish all of them."""
         self._file.close()
         self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        for key, value in row.items():
-            if isinstance(value, (int, float)) and key != "step":
-                self._events.add_scalar(key, value, row["step"])
-        for kind, counts in row["exchange"].items():
-            for key, value in counts.items():
-                self._events.add_scalar(f"exchange/{kind}/{key}", value, row["step"])
+        scalars = dict(_scalars(row))
+        for key, value in scalars.items():
+            self._events.add_scalar(key, value, row["step"])
+        if self._wandb is not None:
+            self._wandb.write(row["step"], scalars)

@@ -11,8 +11,10 @@ from rich.table import Table
 from layerwise.data.corpus import Corpus
 from layerwise.plan import StepPlan
 from layerwise.report.page import RunRecord, strategy_rows, write_report
+from layerwise.report.profile import read_profile
 from layerwise.train.config import TrainConfig
 from layerwise.train.loop import build_planner, build_sampler
+from layerwise.train.profile import PROFILE_FOLDER, SUMMARY_FILE
 from layerwise.train.run import REPORT_FILE, read_metrics
 
 
@@ -24,6 +26,7 @@ def print_and_report(configs: Sequence[TrainConfig], corpus: Corpus, folders: Se
             rows=read_metrics(folder),
             num_ranks=config.cluster.num_ranks,
             num_layers={kind: config.model.num_layers_of(kind) for kind in config.model.kinds},
+            profile=read_profile(folder / PROFILE_FOLDER / SUMMARY_FILE),
         )
         for config, folder in zip(configs, folders, strict=True)
     ]

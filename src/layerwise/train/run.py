@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from layerwise.data.corpus import Corpus, load_corpus
 from layerwise.data.limits import placeable_tokens
@@ -23,7 +24,8 @@ from layerwise.train.checkpoint import remove_checkpoints, step_folders
 from layerwise.train.config import TrainConfig
 from layerwise.train.launch import launch
 from layerwise.train.loop import build_planner, build_sampler, train
-from layerwise.train.metrics import Recorder
+from layerwise.train.metrics import Recorder, progress_line
+from layerwise.train.profile import PROFILE_FOLDER
 
 METRICS_FILE, CONFIG_FILE, REPORT_FILE = "metrics.jsonl", "config.yaml", "report.html"
 EVENTS_FOLDER, CHECKPOINT_FOLDER = "tensorboard", "checkpoints"
@@ -54,6 +56,7 @@ def prepare_folder(out: Path, checkpoints: Path, *, overwrite: bool = False, res
         if overwrite:
             metrics.unlink(missing_ok=True)
             shutil.rmtree(out / EVENTS_FOLDER, ignore_errors=True)
+            shutil.rmtree(out / PROFILE_FOLDER, ignore_errors=True)
             remove_checkpoints(checkpoints)
     except OSError as error:
         raise SpecError(f"--out {out}: cannot be written: {error}") from None
@@ -99,8 +102,12 @@ def _budget_tokens(configs: Sequence[TrainConfig]) -> int | None:
     )
 
 
-def run_training(config: TrainConfig, corpus: Corpus, out: Path, *, resume: bool = False) -> None:
+def run_training(
+    config: TrainConfig, corpus: Corpus, out: Path, *, resume: bool = False, profile: bool = False
+) -> None:
     """Train `config` with its results in `out`, from its newest checkpoint on where `resume` is set.
+
+    profile: also look at where the time of a few steps goes.
 
     Under torchrun every rank calls this. Raises LayerwiseError; what the folder holds then is a readable beginning of
     a run, or no run.
@@ -110,7 +117,8 @@ def run_training(config: TrainConfig, corpus: Corpus, out: Path, *, resume: bool
 
     def rank_main(world: ProcessWorld, device: torch.device) -> None:
         with _WriterRank(config, out) if world.rank == 0 else _QuietRank() as watcher:
-            train(config, corpus, world, device, watcher, folder=folder, resume=resume)
+            traces = out / PROFILE_FOLDER if profile else None
+            train(config, corpus, world, device, watcher, folder=folder, resume=resume, profile=traces)
 
     with _claim(config, out, resume) if is_writer() else nullcontext():
         launch(
@@ -164,18 +172,25 @@ class _QuietRank(AbstractContextManager["_QuietRank"]):
     def __exit__(self, *error: object) -> None: ...
 
 
+class _TwoLines(Progress):
+    """The bar, and below it what the task's `info` says."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["info"]) for task in self.tasks)
+
+
 class _WriterRank(AbstractContextManager["_WriterRank"]):
     """Rank 0: metrics to the folder, progress to the terminal."""
 
     def __init__(self, config: TrainConfig, out: Path) -> None:
-        self._out = out
+        self._config, self._out = config, out
         self._recorder: Recorder | None = None
-        self._progress = Progress(
+        self._progress = _TwoLines(
             TextColumn(f"{{task.description:<{max(map(len, STRATEGIES))}}}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[info]}"),
             console=Console(stderr=True),
         )
         self._unlabelled_steps = 0
@@ -183,7 +198,7 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         self._progress.start()
 
     def start(self, first_step: int) -> None:
-        self._recorder = Recorder(self._out, first_step)
+        self._recorder = Recorder(self._config, self._out, first_step)
         self._progress.update(self._task, completed=first_step)
 
     def say(self, text: str) -> None:
@@ -194,8 +209,7 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         self._recorder.write(row)
         if not row["num_valid_tokens"]:
             self._warn_unlabelled(row["step"])
-        info = f"loss {row['loss']:.4f}  {row['num_tokens'] / row['step_s']:,.0f} tokens/s"
-        self._progress.update(self._task, advance=1, info=info)
+        self._progress.update(self._task, advance=1, info=progress_line(row))
 
     def _warn_unlabelled(self, step: int) -> None:
         if not self._unlabelled_steps:

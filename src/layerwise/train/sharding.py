@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from layerwise.errors import SpecError
 from layerwise.exchange import GroupComm
+from layerwise.groups import share_timeout
 from layerwise.model import HybridLM
 from layerwise.model.moe import Experts
 from layerwise.traffic import Block
@@ -50,7 +51,10 @@ def build_mesh(
         {SHARD} | ({REPLICATE} if sharding == "hsdp" else set()) | ({EXPERT_PARALLEL} if expert_parallel > 1 else set())
     )
     names = tuple(name for name in _DIMS if name in needed)
-    return init_device_mesh(device_type, tuple(dims[name] for name in names), mesh_dim_names=names)
+    mesh = init_device_mesh(device_type, tuple(dims[name] for name in names), mesh_dim_names=names)
+    for name in names:
+        share_timeout(mesh.get_group(name))
+    return mesh
 
 
 def shard_model(model: HybridLM, mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None) -> None:
@@ -89,6 +93,7 @@ def _meshes(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[DeviceMesh, Devic
         return mesh[(*copies, SHARD)], None
     together = f"{SHARD}_{EXPERT_PARALLEL}"
     flat = mesh[SHARD, EXPERT_PARALLEL]._flatten(together)
+    share_timeout(flat.get_group())
     return DeviceMesh._concatenate([mesh[REPLICATE], flat]) if copies else flat, mesh[(*copies, SHARD)]
 
 

@@ -1,0 +1,113 @@
+"""The command line with a fault at one point of a training: python -m tests.train.faults FAULT train ...
+
+FAULT: WHAT:RANK:STEP:MICROBATCH:LAYER, where WHAT is one of `FAULTS`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from layerwise.cli import main
+from layerwise.exchange import Point, Progress, collective, waiting
+from layerwise.kernels import sdpa
+from layerwise.plan import MicrobatchPlan, StepPlan, Tile, tile_table
+from layerwise.planners import Planner
+from layerwise.runtime import current_routes
+from layerwise.traffic import Block
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, and to whom and when."""
+
+    what: str
+    rank: int
+    step: int
+    microbatch: int
+    layer: int
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        what, *numbers = text.split(":")
+        return cls(what, *map(int, numbers))
+
+    def is_at(self, rank: int, progress: Progress, layer: int, microbatch: int | None) -> bool:
+        here = (rank, progress.step, microbatch, layer)
+        return here == (self.rank, self.step, self.microbatch, self.layer)
+
+
+def in_exchange(fault: Fault) -> None:
+    """The rank has sent its rows and waits for those of the others."""
+
+    @contextmanager
+    def faulty(progress: Progress, rank: int, block: Block) -> Iterator[None]:
+        at = progress.at
+        if isinstance(at, Point) and fault.is_at(rank, progress, at.layer, at.microbatch):
+            {"die": die, "stop": stop, "sleep": sleep}[fault.what]()
+        with waiting(progress, rank, block):
+            yield
+
+    collective.waiting = faulty
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+def nan_in_attention(fault: Fault) -> None:
+    """One number that the kernel makes is NaN."""
+    kernel = sdpa.sdpa_attention
+
+    def faulty(*args: Any) -> Tensor:
+        out, world = kernel(*args), current_routes().world
+        if fault.is_at(world.rank, world.progress, world.progress.layer, world.progress.microbatch):
+            out = out.clone()
+            out[-1, 0] = float("nan")
+        return out
+
+    sdpa.sdpa_attention = faulty
+
+
+def another_plan(fault: Fault) -> None:
+    """A valid plan, but neighbours compute one another's tiles of sliding layers."""
+    plan_step, step = Planner.__call__, [0]
+
+    def faulty(self: Planner, lengths: Sequence[int]) -> StepPlan:
+        plan = plan_step(self, lengths)
+        step[0] += dist.is_initialized()
+        return swapped(plan, fault.microbatch) if step[0] > fault.step and dist.get_rank() == fault.rank else plan
+
+    Planner.__call__ = faulty
+
+
+def swapped(plan: StepPlan, index: int) -> StepPlan:
+    microbatch: MicrobatchPlan = plan.microbatches[index]
+    tiles = [Tile(*tile)._replace(rank=tile.rank ^ 1) for tile in microbatch.tiles["sliding_attention"]]
+    changed = replace(microbatch, tiles=microbatch.tiles | {"sliding_attention": tile_table(tiles)})
+    return replace(plan, microbatches=(*plan.microbatches[:index], changed, *plan.microbatches[index + 1 :]))
+
+
+FAULTS = {"die": in_exchange, "stop": in_exchange, "sleep": in_exchange, "nan": nan_in_attention, "plan": another_plan}
+
+if __name__ == "__main__":
+    chosen = Fault.parse(sys.argv.pop(1))
+    FAULTS[chosen.what](chosen)
+    main()
