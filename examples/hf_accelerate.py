@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/hf_accelerate.py --strategy repack+parents
 
+On CPUs Accelerate leaves FSDP out and runs DDP, so the first line printed says what it did.
 Lines that differ from any other Accelerate loop are marked with a star.
 """
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from hf_finetune import build_loader, build_model
+from torch.distributed.tensor import DTensor
 
 import layerwise as lw
 import layerwise.hf as lwhf
@@ -36,6 +38,7 @@ def main() -> None:
     model = build_model()
     loader = build_loader(model, world, options.strategy, options.steps)  # *
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.print(f"sharded: {isinstance(next(model.parameters()), DTensor)}")
     total = torch.zeros(())
     for batch in lwhf.batches(loader):  # *
         with batch.routes():  # *

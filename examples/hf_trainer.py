@@ -1,13 +1,15 @@
-"""The model of hf_finetune.py trained by transformers.Trainer: no loop of ours, DDP over the ranks.
+"""The model of hf_finetune.py trained by transformers.Trainer: no loop of ours, DDP or FSDP2 over the ranks.
 
 torchrun --nproc-per-node 4 examples/hf_trainer.py --strategy repack+parents
 
+With `--fsdp` parameters, gradients and optimizer are sharded, on GPUs: Accelerate has no FSDP on CPUs.
 Trainer logs, evaluates, saves and resumes as ever; `--resume` goes on from the last checkpoint in --out.
 """
 
 import argparse
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from hf_finetune import build_loader, build_model
 from transformers import TrainingArguments
@@ -21,6 +23,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="repack+parents")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--save-steps", type=int, default=4)
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/hf_trainer"))
     options = parser.parse_args()
@@ -33,7 +36,9 @@ def main() -> None:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=options.save_steps,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
+        fsdp=options.fsdp,
+        fsdp_config={"transformer_layer_cls_to_wrap": ["GptOssDecoderLayer"]} if options.fsdp else None,
         report_to="none",
         disable_tqdm=True,
     )

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 TIMEOUT_S = 160
 
@@ -26,8 +27,9 @@ def run_ranks(num_ranks: int, script: Path, *arguments: object) -> str:
 
 
 def main(num_ranks: int, script: str, arguments: list[str]) -> int:
-    for name in ("accelerate", "layerwise.hf.trainer", "transformers.models.gpt_oss.modeling_gpt_oss"):
+    for name in ("layerwise.hf.trainer", "transformers.models.gpt_oss.modeling_gpt_oss"):
         importlib.import_module(name)
+    _shard_on_cpus()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -53,6 +55,22 @@ def main(num_ranks: int, script: str, arguments: list[str]) -> int:
             for other in children:
                 os.kill(other, signal.SIGTERM)
     return int(failed)
+
+
+def _shard_on_cpus() -> None:
+    """Accelerate leaves FSDP out on CPUs, without a word; here it takes the ranks for devices as any."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
 
 
 if __name__ == "__main__":

@@ -11,12 +11,25 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from transformers import DynamicCache
+
 import layerwise.hf as lwhf
 from layerwise import ModelSpec, PlannedLoader, solo_world
 from layerwise.errors import SpecError, UnsupportedError
 from layerwise.hf.attention import attention_function
+from layerwise.hf.calls import PASS, ForwardPass
 from layerwise.hf.families import AUX_LOSS_FAMILIES
-from tests.hf.harness import Samples, applied, assert_equal, make_samples, on_ranks, one_at_a_time, planner_for
+from tests.hf.harness import (
+    STRATEGIES,
+    Samples,
+    applied,
+    assert_equal,
+    make_samples,
+    on_ranks,
+    one_at_a_time,
+    planner_for,
+)
 from tests.hf.models import BASE, TINY, tiny_model
 
 LENGTHS = (37, 12, 1, 23)
@@ -40,13 +53,14 @@ def test_float32_with_the_default_kernels(name: str) -> None:
     assert_equal(model, ours, one_at_a_time(model, samples), 2e-5)
 
 
+@pytest.mark.parametrize("strategy", ["repack+parents", "redistribute"])
 @pytest.mark.parametrize("name", sorted(AUX_LOSS_FAMILIES))
 @pytest.mark.parametrize("lengths", [LENGTHS, (3,)], ids=["mixed", "three tokens"])
-def test_router_loss_equals_one_process(name: str, lengths: tuple[int, ...]) -> None:
+def test_router_loss_equals_one_process(name: str, lengths: tuple[int, ...], strategy: str) -> None:
     model = copy.deepcopy(tiny_model(name))
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
     samples = make_samples(lengths)
-    ours, _ = on_ranks(applied(model), samples, planner_for("repack+parents", 4, model.config, lengths), 4)
+    ours, _ = on_ranks(applied(model), samples, planner_for(strategy, 4, model.config, lengths), 4)
     expected = one_at_a_time(model, samples, aux_coef=0.5)
     # transformers pools router probabilities in float32.
     assert_equal(model, ours, expected, 1e-6)
@@ -127,9 +141,15 @@ def test_another_attention_can_be_chosen_again() -> None:
     ("changes", "message"),
     [
         ({"attention_mask": torch.ones(1, 5)}, "attention_mask is refused"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}, "attention_mask is refused.*nothing is padded"),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "attention_mask is refused"),
         ({"labels": torch.zeros(1, 5, dtype=torch.int64)}, r"use layerwise\.hf\.loss"),
         ({"use_cache": True}, "use_cache is refused"),
+        ({"past_key_values": DynamicCache()}, "past_key_values is refused"),
+        ({"cache": DynamicCache()}, "cache is refused"),
         ({"logits_to_keep": 1}, "logits_to_keep is refused"),
+        ({"logits_to_keep": torch.tensor([4])}, "logits_to_keep is refused"),
+        ({"num_logits_to_keep": 1}, "num_logits_to_keep.* would have to ignore"),
         ({"output_attentions": True}, "output_attentions is refused"),
         ({"position_ids": torch.arange(5)[None] + 1}, "position_ids are not the plan's"),
         ({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, r"shape \(1, 4\), expected .* \(1, 5\)"),
@@ -149,12 +169,40 @@ def test_a_forward_without_routes_raises() -> None:
         applied(tiny_model("llama"))(input_ids=torch.arange(5)[None])
 
 
+def test_a_batch_that_has_no_plan_raises() -> None:
+    model = applied(tiny_model("llama"))
+    with pytest.raises(SpecError, match=r"a Batch of layerwise\.hf\.batches\(loader\).* got dict"):
+        lwhf.loss(model, {"input_ids": torch.arange(5)[None]})  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"takes a PlannedLoader.* got an item dict"):
+        next(lwhf.batches([{"input_ids": [1]}]))  # type: ignore[list-item]
+
+
+def test_a_model_without_a_language_model_head_raises() -> None:
+    model = transformers.AutoModel.from_config(copy.deepcopy(tiny_model("llama").config))
+    lwhf.apply(model)
+    batch = one_rank_batch(model, make_samples((5,)))
+    with batch.routes(), pytest.raises(SpecError, match=r"logits of shape None.* take an AutoModelForCausalLM"):
+        lwhf.loss(model, batch)
+
+
+def test_generating_says_what_to_call_first_and_then_works() -> None:
+    model = applied(tiny_model("llama", torch.float32))
+    with pytest.raises(UnsupportedError, match=r"is refused.*set_attn_implementation\('sdpa'\) first"):
+        model.generate(torch.arange(4)[None], max_new_tokens=2)
+    model.set_attn_implementation("sdpa")
+    ids = model.generate(torch.arange(4)[None], max_new_tokens=2, do_sample=False)
+    untouched = copy.deepcopy(tiny_model("llama", torch.float32))
+    assert torch.equal(ids, untouched.generate(torch.arange(4)[None], max_new_tokens=2, do_sample=False))
+
+
 @pytest.mark.parametrize("changes", [{"softcap": 30.0}, {"dropout": 0.1}, {"attention_mask": torch.zeros(1)}])
 def test_unknown_arguments_of_an_attention_call_raise(changes: dict[str, Any]) -> None:
     model = applied(tiny_model("llama"))
     arguments: dict[str, Any] = {"attention_mask": None} | changes
     q = torch.zeros(1, 4, 5, 8)
-    with one_rank_batch(model, make_samples((5,))).routes(), pytest.raises(UnsupportedError, match=next(iter(changes))):
+    with one_rank_batch(model, make_samples((5,))).routes() as routes:
+        arguments[PASS] = ForwardPass(routes)
+    with pytest.raises(UnsupportedError, match=next(iter(changes))):
         attention_function(model.model.layers[0].self_attn, q, q[:, :2], q[:, :2], **arguments)
 
 
@@ -183,8 +231,13 @@ def test_families_and_options_that_would_be_wrong_are_refused(name: str, changes
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # peft calls renamed methods of transformers
-@pytest.mark.parametrize("lengths", [LENGTHS, (3,)], ids=["mixed", "three tokens"])
-def test_lora(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "lengths"),
+    [*((strategy, LENGTHS) for strategy in STRATEGIES), ("dynamic", (3,))],
+    ids=[*STRATEGIES, "three tokens"],
+)
+@pytest.mark.parametrize("wrapped_first", [True, False], ids=["peft first", "apply first"])
+def test_lora(strategy: str, lengths: tuple[int, ...], wrapped_first: bool) -> None:
     """Frozen weights, and adapters that start away from zero."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
@@ -193,23 +246,20 @@ def test_lora(lengths: tuple[int, ...]) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
-    ours, samples = copy.deepcopy(model), make_samples(lengths)
-    lwhf.apply(ours.get_base_model())
-    result, _ = on_ranks(ours, samples, planner_for("dynamic", 4, model.config, lengths), 4)
+    if wrapped_first:
+        ours = copy.deepcopy(model)
+        lwhf.apply(ours.get_base_model())
+    else:
+        ours = peft.get_peft_model(applied(tiny_model("olmo3")), lora).double()
+        ours.load_state_dict(model.state_dict())
+    samples = make_samples(lengths)
+    result, _ = on_ranks(ours, samples, planner_for(strategy, 4, model.config, lengths), 4)
     assert_equal(model, result, one_at_a_time(model, samples), 1e-9)
 
 
 def test_only_a_bare_model_is_taken() -> None:
     with pytest.raises(UnsupportedError, match="before wrapping or compiling"):
         lwhf.apply(torch.nn.Sequential(tiny_model("llama")))
-
-
-def test_redistribute_is_refused() -> None:
-    model = applied(tiny_model("olmo3"))
-    planner = planner_for("redistribute", 4, model.config, LENGTHS)
-    assert planner(LENGTHS).microbatches[0].shards_by_kind
-    with pytest.raises(UnsupportedError, match="another strategy than redistribute"):
-        on_ranks(model, make_samples(LENGTHS), planner, 4)
 
 
 def test_router_loss_of_families_that_have_none_is_refused() -> None:

@@ -60,9 +60,26 @@ def test_trainer_on_four_ranks_trains_evaluates_and_resumes_as_on_one(tmp_path: 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
+def test_trainer_with_fsdp2_trains_evaluates_and_resumes_as_on_one_rank(
+    tmp_path: Path, alone: tuple[Path, str]
+) -> None:
+    """Parameters, gradients and optimizer sharded over four ranks; the file's name says that FSDP wrote it."""
+    four = run_ranks(4, TRAINER, "--fsdp", "--steps", 2, "--save-steps", 2, "--out", tmp_path)
+    four += run_ranks(4, TRAINER, "--fsdp", *FOUR_STEPS, "--resume", "--out", tmp_path)
+    assert (tmp_path / "checkpoint-4" / "pytorch_model_fsdp.bin").exists()
+    for name, count in (("loss", 4), ("grad_norm", 4), ("eval_loss", 2)):
+        expected = numbers(name, alone[1])
+        assert len(expected) == count
+        assert numbers(name, four) == pytest.approx(expected, abs=2e-3)
+    assert_plain_checkpoints_alike(tmp_path, alone[0])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
 def test_accelerate_with_fsdp2_trains_as_trainer_does(tmp_path: Path, alone: tuple[Path, str]) -> None:
     """Same samples, learning rate and clipping, another strategy, and parameters sharded over four ranks."""
     sharded = run_ranks(4, ACCELERATE, "--steps", 4, "--strategy", "dynamic", "--out", tmp_path)
+    assert "sharded: True" in sharded
     assert numbers("loss", sharded) == pytest.approx(numbers("loss", alone[1]), abs=2e-3)
     assert numbers("gradient norm", sharded) == pytest.approx(numbers("grad_norm", alone[1]), abs=2e-3)
     assert_plain_checkpoints_alike(tmp_path, alone[0])

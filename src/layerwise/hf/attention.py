@@ -12,6 +12,7 @@ attention is a zero, and no other token sees it.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,20 +22,23 @@ from torch import Tensor
 from layerwise import runtime
 from layerwise.errors import SpecError, UnsupportedError
 from layerwise.exchange import outside_graph
-from layerwise.hf.calls import NAME, ROUTES, is_empty, padded_positions, routes_of_call
+from layerwise.hf.calls import NAME, PASS, ForwardPass, is_empty, padded_positions, routes_of_call
+from layerwise.hf.families import check_version
 from layerwise.hf.mixers import wrap_mixers
+from layerwise.hf.places import hook_layers, positions_of_places
 from layerwise.hf.spec import layer_kinds, model_spec
 from layerwise.runtime import Routes
 
+_NO_CACHE = "plans are for training; leave it out, and to generate call model.set_attn_implementation('sdpa') first"
 # Arguments of a model's forward that would be wrong on a part of the tokens, or have no effect.
 _REFUSED_INPUTS = {
     "attention_mask": "the plan knows where samples begin and end, and nothing is padded; leave it out",
     "labels": "they would be shifted within the local tokens; use layerwise.hf.loss",
-    "cache": "plans are for training; leave it out",
-    "past_key_values": "plans are for training; leave it out",
+    "cache": _NO_CACHE,
+    "past_key_values": _NO_CACHE,
     "logits_to_keep": "local tokens are not the end of a sample; leave it out",
     "output_attentions": "scores are never kept; leave it out",
-    "use_cache": "plans are for training; leave it out",
+    "use_cache": _NO_CACHE,
 }
 
 
@@ -44,12 +48,9 @@ def apply(model: Any) -> None:
     Weights, modules and checkpoints stay as they are, and `model.set_attn_implementation("sdpa")` undoes it.
     Raises UnsupportedError for model types and options that cannot be trained exactly.
     """
-    try:
-        from transformers import AttentionInterface, PreTrainedModel
-    except ImportError as error:
-        raise UnsupportedError(
-            f"layerwise.hf needs transformers 5.20 or later of version 5: pip install 'layerwise[hf]' ({error})"
-        ) from error
+    check_version()
+    from transformers import AttentionInterface, PreTrainedModel
+
     if not isinstance(model, PreTrainedModel) or model._compiled_call_impl is not None:
         compiled = " that is compiled" if isinstance(model, PreTrainedModel) else ""
         raise UnsupportedError(
@@ -62,8 +63,10 @@ def apply(model: Any) -> None:
     if model.config.get_text_config()._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} does not look its attention up by name")
     wrap_mixers(model)
+    hook_layers(model)
     if _prepare_inputs not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
+        model.register_forward_hook(_check_sites, with_kwargs=True)
 
 
 @outside_graph
@@ -82,23 +85,24 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """The contract of transformers' AttentionInterface: query [1, H, T, D] -> [1, T, H, Dv], and no scores."""
     others |= {"attention_mask": attention_mask, "dropout": dropout or None}
-    routes = routes_of_call(type(module).__name__, others)
-    num_padding = query.shape[2] - len(routes.position_ids) if is_empty(routes) else 0
-    query = _true_temperature(module, query, routes)
-    q, k, v = (x[0, :, num_padding:].transpose(0, 1) for x in (query, key, value))
     kind = layer_kinds(module.config)[module.layer_idx]
-    out = runtime.attention(q, k, v, kind=kind, window=sliding_window, scale=scaling, sinks=s_aux, routes=routes)
+    routes = routes_of_call(type(module).__name__, kind, others)
+    num_padding = int(is_empty(routes, kind))
+    query = _true_temperature(module, query, padded_positions(routes, kind))
+    q, k, v = (x[0, :, num_padding:].transpose(0, 1) for x in (query, key, value))
+    options = {"window": sliding_window, "scale": scaling, "sinks": s_aux, "layer": module.layer_idx}
+    out = runtime.attention(q, k, v, kind=kind, routes=routes, **options)
     return F.pad(out, (0, 0, 0, 0, num_padding, 0))[None], None
 
 
-def _true_temperature(module: Any, query: Tensor, routes: Routes) -> Tensor:
+def _true_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Llama 4 scales the queries of layers without RoPE by their position, which it takes to be 0, 1, ... T - 1."""
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
     local = torch.arange(query.shape[2], device=query.device)
     true, assumed = (
-        torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-        for positions in (padded_positions(routes), local)
+        torch.log1p(torch.floor((p.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for p in (positions, local)
     )
     return (query * (true.to(query.dtype) / assumed.to(query.dtype))[:, None]).to(query.dtype)
 
@@ -113,16 +117,32 @@ def _prepare_inputs(
     inputs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     for name, reason in _REFUSED_INPUTS.items():
         given = inputs.get(name)
-        if given is not None and (isinstance(given, Tensor) or given):
+        if not (given is None or (isinstance(given, int) and not given)):  # an empty cache is falsy, too
             raise UnsupportedError(f"{name} is refused: {reason}")
-    routes = inputs.get(ROUTES) or runtime.current_routes()
-    if len(routes.places) > 1:
+    routes = runtime.current_routes()
+    if len(routes.places) > 1 and inputs.get("output_hidden_states", model.config.output_hidden_states):
         raise UnsupportedError(
-            f"the plan keeps hidden states of {sorted(routes.places)} on different ranks, and transformers models do "
-            "not move them: use another strategy than redistribute"
+            f"output_hidden_states is refused: this plan keeps the tokens of {sorted(routes.places)} on different "
+            "ranks; leave it out, or use another strategy than redistribute"
         )
     _check_tokens(inputs, routes)
-    return (), inputs | {"use_cache": False, "position_ids": padded_positions(routes)[None], ROUTES: routes}
+    carried = {"use_cache": False, "position_ids": positions_of_places(routes)[None], PASS: ForwardPass(routes)}
+    return (), inputs | carried
+
+
+@outside_graph
+def _check_sites(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Raise UnsupportedError where some layer did not come by here, and mixed up samples."""
+    if PASS not in kwargs:
+        return
+    ran = Counter(kwargs[PASS].sites)
+    expected = Counter(layer_kinds(model.config.get_text_config()))
+    if ran != expected:
+        raise UnsupportedError(
+            f"{type(model).__name__} ran {dict(ran)} of its sites under the plan and has {dict(expected)}: its "
+            "layers were changed after apply(), or do not look their attention up by name in this version of "
+            "transformers; docs/huggingface.md has the versions that work"
+        )
 
 
 def _check_tokens(inputs: dict[str, Any], routes: Routes) -> None:

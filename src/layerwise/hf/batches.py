@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerwise.data.corpus import IGNORED_LABEL
 from layerwise.data.loader import Microbatch, Step
+from layerwise.errors import SpecError
 from layerwise.runtime import Routes
 
 
@@ -35,8 +36,13 @@ class Batch:
 
 
 def batches(steps: Iterable[Step]) -> Iterator[Batch]:
-    """The micro-batches of the steps that a PlannedLoader yields, one after another."""
+    """The micro-batches of the steps that a PlannedLoader yields, one after another.
+
+    Raises SpecError for other items than steps.
+    """
     for step in steps:
+        if not isinstance(step, Step):
+            raise SpecError(f"batches() takes a PlannedLoader, or steps of one, got an item {type(step).__name__}")
         for number, microbatch in enumerate(step.microbatches, start=1):
             yield Batch(
                 input_ids=_row(microbatch.input_ids, 0),

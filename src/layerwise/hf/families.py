@@ -6,6 +6,10 @@ from typing import Any
 
 from layerwise.errors import UnsupportedError
 
+# Versions of transformers: pyproject.toml states them too, and docs/huggingface.md which were tested.
+MAJOR, LOWEST_MINOR = 5, 22
+_VERSIONS = f"transformers {MAJOR}.{LOWEST_MINOR} or later of version {MAJOR}"
+
 # Each of these equals its untouched self, one sample at a time, in tests/hf.
 FAMILIES = frozenset(
     {
@@ -59,6 +63,19 @@ REFUSED = {
 
 # RoPE whose angles depend on the longest position of a forward pass, of which a rank sees a part.
 _RUNNING_ROPE = ("dynamic", "longrope")
+
+
+def check_version() -> None:
+    """Raise UnsupportedError where transformers is missing, or older or newer than what layerwise.hf is written for."""
+    try:
+        from transformers import __version__
+    except ImportError as error:
+        raise UnsupportedError(f"layerwise.hf needs {_VERSIONS}: pip install 'layerwise[hf]' ({error})") from error
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    if major != MAJOR or minor < LOWEST_MINOR:
+        raise UnsupportedError(
+            f"transformers {__version__} is refused: layerwise.hf needs {_VERSIONS}; pip install 'layerwise[hf]'"
+        )
 
 
 def check_family(config: Any) -> None:

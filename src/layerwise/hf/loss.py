@@ -12,8 +12,8 @@ from layerwise.errors import SpecError, UnsupportedError
 from layerwise.hf.batches import Batch
 from layerwise.hf.calls import NAME
 from layerwise.hf.families import AUX_LOSS_FAMILIES
+from layerwise.hf.spec import dense_layers, layer_kinds
 from layerwise.loss import balance_loss, token_loss
-from layerwise.plan import HOME
 from layerwise.runtime import Routes, current_routes
 
 
@@ -23,7 +23,13 @@ def loss(model: Any, batch: Batch) -> Tensor:
     A float32-or-better scalar; the sum over ranks and micro-batches is the loss, and gradients are summed likewise.
     With `output_router_logits` in the config it includes the family's load-balancing loss, per sample and weighted by
     tokens. On a rank without tokens every parameter still gets a gradient, of zeros.
+    Raises SpecError for a batch that is not one of `batches`, and for models without `apply` or a language-model head.
     """
+    if not isinstance(batch, Batch):
+        raise SpecError(
+            f"loss() takes a Batch of layerwise.hf.batches(loader), got {type(batch).__name__}: the step's plan comes "
+            "with it"
+        )
     config = _config(model)
     with_router = bool(getattr(config, "output_router_logits", False))
     if with_router and config.model_type not in AUX_LOSS_FAMILIES:
@@ -32,7 +38,14 @@ def loss(model: Any, batch: Batch) -> Tensor:
             "own; set it to False"
         )
     output = model(input_ids=batch.input_ids, position_ids=batch.position_ids)
-    total = token_loss(output.logits[0], batch.shift_labels[0], batch.step.num_valid_tokens)
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.shape[:2] != batch.input_ids.shape:
+        shape = None if logits is None else tuple(logits.shape)
+        raise SpecError(
+            f"{type(model).__name__} gives logits of shape {shape}, expected [1, local tokens, vocabulary]: take an "
+            "AutoModelForCausalLM"
+        )
+    total = token_loss(logits[0], batch.shift_labels[0], batch.step.num_valid_tokens)
     if with_router:
         router = _router_loss(output.router_logits, config, batch.step.num_tokens, current_routes())
         total = total + config.router_aux_loss_coef * router
@@ -58,10 +71,11 @@ def _router_loss(router_logits: tuple[Tensor, ...], config: Any, num_tokens: int
     `balance_loss` of the pooled sums, which averages choices too, times k / layers.
     """
     topk, num_layers = config.num_experts_per_tok, len(router_logits)
-    pieces = routes.places[HOME].piece_index
+    kinds = [kind for kind, dense in zip(layer_kinds(config), dense_layers(config), strict=True) if not dense]
     counts: list[Tensor] = []
     prob_sums: list[Tensor] = []
-    for layer in router_logits:
+    for kind, layer in zip(kinds, router_logits, strict=True):
+        pieces = routes.places[routes.place_of(kind)].piece_index
         logits = layer[: len(pieces)]  # without the padding token of an empty rank
         probs = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         chosen = torch.zeros_like(probs, dtype=torch.int64).scatter_(1, probs.topk(topk, dim=-1).indices, 1)

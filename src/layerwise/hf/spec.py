@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from layerwise.errors import UnsupportedError
-from layerwise.hf.families import check_family
+from layerwise.hf.families import check_family, check_version
 from layerwise.hf.mixer_sizes import linear_mixer
 from layerwise.spec import CHUNKED, FULL, LINEAR, SLIDING, LayerKind, ModelSpec
 
@@ -23,6 +23,7 @@ def model_spec(config: Any) -> ModelSpec:
     mixes dense and expert layers in another order than dense ones first, only their numbers are right: they matter for
     predicted seconds and not for what is computed.
     """
+    check_version()
     text = config.get_text_config()
     check_family(text)
     kinds = layer_kinds(text)
@@ -51,6 +52,21 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     if unknown:
         raise UnsupportedError(f"{config.model_type}: layer kinds {unknown} are refused; legal: {get_args(LayerKind)}")
     return tuple(kinds)
+
+
+def decoder_layers(model: Any) -> list[tuple[LayerKind, Any]]:
+    """The decoder layers of a model, each with its kind. Raises UnsupportedError where they are not found."""
+    config = model.config.get_text_config()
+    decoder = model.get_decoder()
+    # Llama 4's causal model calls itself its decoder.
+    layers: Any = getattr(decoder, "layers", None) or getattr(getattr(decoder, "model", None), "layers", ())
+    kinds = layer_kinds(config)
+    if len(layers) != len(kinds):
+        raise UnsupportedError(
+            f"{config.model_type}: found {len(layers)} decoder layers, the config has {len(kinds)}: make them "
+            "the same number, or this version of transformers names them otherwise (see docs/huggingface.md)"
+        )
+    return list(zip(kinds, layers, strict=True))
 
 
 def _heads(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
@@ -95,7 +111,7 @@ def _mlps(config: Any) -> dict[str, int]:
     if not num_experts:
         return {"intermediate_size": _dense_width(config)}
     width = _first(config, "moe_intermediate_size") or config.intermediate_size
-    num_dense = _num_dense_layers(config)
+    num_dense = sum(dense_layers(config))
     dense_width = _first(config, "intermediate_size_mlp", "prefix_dense_intermediate_size") or config.intermediate_size
     return {
         "num_experts": num_experts,
@@ -125,15 +141,16 @@ def _shared_width(config: Any, width: int) -> int:
     return _first(config, "num_shared_experts", "n_shared_experts") * width
 
 
-def _num_dense_layers(config: Any) -> int:
+def dense_layers(config: Any) -> list[bool]:
+    """Whether each layer of a text config that has experts is one without them."""
+    layers = range(config.num_hidden_layers)
     if getattr(config, "mlp_layer_types", None):
-        return list(config.mlp_layer_types).count("dense")
+        return [kind == "dense" for kind in config.mlp_layer_types]
     if getattr(config, "moe_layers", None) is not None:
-        return int(config.num_hidden_layers) - len(config.moe_layers)
+        return [i not in config.moe_layers for i in layers]
     if getattr(config, "decoder_sparse_step", None):
-        layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
-        return sum(i in config.mlp_only_layers or (i + 1) % step != 0 for i in layers)
-    return _first(config, "num_dense_layers")
+        return [i in config.mlp_only_layers or (i + 1) % config.decoder_sparse_step != 0 for i in layers]
+    return [i < _first(config, "num_dense_layers") for i in layers]
 
 
 def _first(config: Any, *names: str) -> int:

@@ -53,10 +53,22 @@ class PlannedTrainer(Trainer):
             given = getattr(self.args, name)
             if given > most:
                 raise UnsupportedError(f"{name}={given} is refused: {reason}; set it to {most}")
+        if self.args.fsdp:
+            self._check_fsdp()
         for name in ("compute_loss_func", "compute_metrics"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(f"{name} is refused: only losses are computed, by layerwise.hf.loss")
         self._evaluated_labels: list[int] = []
+
+    def _check_fsdp(self) -> None:
+        if not self.is_fsdp_enabled:
+            raise UnsupportedError(
+                "fsdp is refused: Accelerate leaves it out on CPUs, and every rank would hold all parameters; leave it "
+                "out of TrainingArguments, or run on GPUs"
+            )
+        version = self.accelerator.state.fsdp_plugin.fsdp_version
+        if version != 2:
+            raise UnsupportedError(f"FSDP version {version} is refused: it was not compared; legal: 2 (fsdp_config)")
 
     def get_train_dataloader(self) -> Any:
         """Planned steps, not divided over ranks: every rank takes its own part of each."""
