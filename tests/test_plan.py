@@ -210,6 +210,7 @@ def test_tables_are_read_only() -> None:
         _plan().microbatches[0].shards.rows[0, 0] = 9
 
 
+@pytest.mark.slow
 def test_ten_thousand_lengths_plan_and_validate() -> None:
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(6, 1.4, 10_000)).astype(int) + 1, 60_000)
     plan = plan_step(

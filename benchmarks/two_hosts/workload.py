@@ -19,9 +19,9 @@ RANKS_PER_HOST = 8
 MAX_TOKENS_PER_RANK = 512
 # What links are shaped to, per rank while all ranks are busy. They are slow so that the time that two cores take to
 # wake 16 processes for one all-to-all, the latency, is a small part of a step.
-SLOW_BYTES_PER_S = 3e6
+SLOW_BYTES_PER_S = 1e6
 MESSAGE_LATENCY_S = 0.5e-3
-PEAK_FLOPS_PER_S = 0.19e9
+PEAK_FLOPS_PER_S = 63e6
 # The long samples of each step, in tokens, by the number of hosts. `dynamic` gives one of them more ranks than a host
 # has.
 LONG_TOKENS = {2: ((1700,), (2200, 900)), 4: ((2600, 1800), (2600,))}

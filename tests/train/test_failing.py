@@ -95,6 +95,7 @@ def test_under_torchrun_the_living_say_where_they_were(tmp_path: Path) -> None:
 
 
 @ranks
+@pytest.mark.slow
 def test_a_rank_that_stops_inside_an_exchange(tmp_path: Path) -> None:
     """Its partner names it, and so do the ranks that wait for both somewhere else."""
     run = Run(tmp_path, "stop:3:2:0:0", *SP2)

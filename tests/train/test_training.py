@@ -126,6 +126,7 @@ def test_activation_checkpointing_changes_no_loss(runs: dict, tmp_path: Path) ->
         assert a["exchange"]["full_attention"]["calls"] == 1.5 * b["exchange"]["full_attention"]["calls"]
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close(runs: dict, tmp_path: Path) -> None:
     rows = train(tmp_path, "repack+parents", "--set", "dtype=bfloat16", steps=2)
     for a, b in zip(rows, runs["repack+parents", "float32"], strict=False):
