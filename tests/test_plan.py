@@ -221,3 +221,13 @@ def test_ten_thousand_lengths_plan_and_validate() -> None:
         max_tokens_per_rank=32768,
     )
     assert plan.num_tokens == int(lengths.sum())
+
+
+@pytest.mark.parametrize("reach", [3, 1 << 40, 1 << 61])
+def test_rows_of_a_table_are_sorted_by_every_column(reach: int) -> None:
+    """Also where the columns take more bits than one number has, and where the first ones do not tell rows apart."""
+    rows = np.random.default_rng(0).integers(-reach, reach, (200, 7))
+    rows[:, [0, 2, 3, 5, 6]] %= 2
+    order = [0, 5, 6, 2, 3, 1, 4]  # sample, h0, h1, q0, q1, rank, k0
+    assert tile_table(rows).rows.tolist() == sorted(rows.tolist(), key=lambda row: [row[i] for i in order])
+    assert len(tile_table([])) == 0

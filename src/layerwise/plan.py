@@ -56,6 +56,7 @@ class Tile(NamedTuple):
 
 
 RowT = TypeVar("RowT", Shard, Tile)
+MAX_KEY_BITS = 62
 
 
 class Table(Generic[RowT]):
@@ -64,8 +65,8 @@ class Table(Generic[RowT]):
     def __init__(self, row_type: type[RowT], rows: Ints | Iterable[RowT], order: tuple[str, ...]) -> None:
         array = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows), dtype=np.int64)
         array = array.reshape(-1, len(row_type._fields))
-        keys = [array[:, row_type._fields.index(name)] for name in reversed(order)]
-        self.rows: Ints = np.ascontiguousarray(array[np.lexsort(keys)])
+        columns = [array[:, row_type._fields.index(name)] for name in order]
+        self.rows: Ints = np.ascontiguousarray(array[_row_order(columns)])
         self.rows.setflags(write=False)
         self.row_type: type[RowT] = row_type
 
@@ -83,6 +84,24 @@ class Table(Generic[RowT]):
     def column(self, name: str) -> Ints:
         """One field of every row, int64 [rows]."""
         return self.rows[:, self.row_type._fields.index(name)]
+
+
+def _row_order(columns: list[Ints]) -> Ints:
+    """Sorts rows by the first column, then the next: by one number for as many columns as that holds, mostly all."""
+    if not len(columns[0]):
+        return np.zeros(0, dtype=np.int64)
+    key, bits = np.zeros_like(columns[0]), 0
+    for column in columns:
+        lowest = column.min()
+        width = int(column.max() - lowest).bit_length()
+        bits += width
+        if bits > MAX_KEY_BITS:
+            break
+        key = (key << width) + (column - lowest)
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    has_ties = bits > MAX_KEY_BITS and bool((key[1:] == key[:-1]).any())
+    return np.lexsort(columns[::-1]) if has_ties else order
 
 
 def shard_table(rows: Ints | Iterable[Shard]) -> Table[Shard]:
@@ -302,16 +321,17 @@ def _check_tiles(
     """Tiles must cover [0, L) x [0, H) once, start at the mask's first key, and not tear a KV group.
 
     Rectangles cover a rectangle exactly once if and only if their signed corners (the mixed second difference of the
-    indicator function) add up to its corners; this needs no pairwise comparison.
+    indicator function) add up to its corners; this needs no pairwise comparison. So all positive corners, and the
+    rectangle's negative ones, must be the same points as all others.
     """
     _check_ranks(tiles, num_ranks, where)
     sample, q0, q1, k0, h0, h1 = (tiles.column(name) for name in ("sample", "q0", "q1", "k0", "h0", "h1"))
-    if not np.array_equal(np.unique(sample), samples):
+    if not np.array_equal(sample[np.diff(sample, prepend=-1) != 0], samples):
         raise PlanError(f"{where}: tiles for samples other than those of the shards")
     size = spec.queries_per_kv
     torn = ((h0 // size != (h1 - 1) // size) & ((h0 % size != 0) | (h1 % size != 0))) | (h1 <= h0)
     for bad, rule in (
-        (q1 <= q0, "has no queries"),
+        ((q1 <= q0) | (q0 < 0), "has no queries, or some before its sample"),
         ((h0 < 0) | (h1 > spec.num_heads), f"has heads outside [0, {spec.num_heads})"),
         (torn, f"tears a KV group ({size} query heads per KV head)"),
         (k0 != spec.first_key(q0), "does not start at the first key that its mask needs"),
@@ -320,21 +340,18 @@ def _check_tiles(
             row = Tile(*tiles.rows[int(np.argmax(bad))].tolist())
             raise PlanError(f"{where}: {row} {rule}; first key needed: {spec.first_key(row.q0)}")
 
-    zeros, ends, heads = np.zeros_like(samples), lengths[samples], np.full_like(samples, spec.num_heads)
-    corners = [(sample, q0, h0, 1), (sample, q1, h1, 1), (sample, q0, h1, -1), (sample, q1, h0, -1)]
-    corners += [
-        (samples, zeros, zeros, -1),
-        (samples, ends, heads, -1),
-        (samples, zeros, heads, 1),
-        (samples, ends, zeros, 1),
-    ]
-    points = np.concatenate([np.stack([s, q, h], axis=1) for s, q, h, _ in corners])
-    signs = np.concatenate([np.full(len(s), sign) for s, _, _, sign in corners])
-    key = (points[:, 0] * (int(lengths.max(initial=0)) + 1) + points[:, 1]) * (spec.num_heads + 1) + points[:, 2]
-    _, where_first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    uncovered = np.bincount(inverse, weights=signs) != 0
-    if uncovered.any():
-        bad_sample, bad_query, bad_head = points[where_first[int(np.argmax(uncovered))]].tolist()
+    num_heads, width = spec.num_heads, int(lengths.max(initial=0)) + 1
+
+    def corner(sample: Ints, query: Ints, head: Any) -> Ints:
+        return (sample * width + query) * (num_heads + 1) + head
+
+    start, end = np.zeros_like(samples), lengths[samples]
+    plus = [corner(sample, q0, h0), corner(sample, q1, h1), corner(samples, start, num_heads), corner(samples, end, 0)]
+    minus = [corner(sample, q0, h1), corner(sample, q1, h0), corner(samples, start, 0), corner(samples, end, num_heads)]
+    added, taken = np.sort(np.concatenate(plus)), np.sort(np.concatenate(minus))
+    if not np.array_equal(added, taken):
+        key, bad_head = divmod(int(np.minimum(added, taken)[int(np.argmax(added != taken))]), num_heads + 1)
+        bad_sample, bad_query = divmod(key, width)
         raise PlanError(
             f"{where}: sample {bad_sample} is not covered exactly once near query {bad_query}, head {bad_head} "
             f"(queries [0, {lengths[bad_sample]}) x heads [0, {spec.num_heads}))"
