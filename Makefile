@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow check docs-check clean
+.PHONY: demo test test-slow test-hosts check docs-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,7 +21,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not hosts"
+
+# Faults and several hosts, with limits in seconds: one after the other, on a machine that does nothing else; some need root.
+test-hosts: $(STAMP)
+	$(BIN)/python -m pytest -m hosts
 
 check: $(STAMP)
 	$(BIN)/ruff check .

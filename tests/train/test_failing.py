@@ -85,6 +85,7 @@ def test_a_rank_that_dies_inside_an_exchange(tmp_path: Path) -> None:
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_under_torchrun_the_living_say_where_they_were(tmp_path: Path) -> None:
     run = Run(tmp_path, "die:3:2:0:1", *SP4, torchrun=True)
     run.assert_ended(within_s=2 * GRACE_S)
@@ -96,6 +97,7 @@ def test_under_torchrun_the_living_say_where_they_were(tmp_path: Path) -> None:
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_a_rank_that_stops_inside_an_exchange(tmp_path: Path) -> None:
     """Its partner names it, and so do the ranks that wait for both somewhere else."""
     run = Run(tmp_path, "stop:3:2:0:0", *SP2)
@@ -111,6 +113,7 @@ def test_a_rank_that_stops_inside_an_exchange(tmp_path: Path) -> None:
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_groups_that_torch_makes_wait_no_longer_than_ours(tmp_path: Path) -> None:
     run = Run(tmp_path, "stop:3:2:0:0", *SP1, "sharding=hsdp", "expert_parallel=2")
     run.assert_ended(within_s=TIMEOUT_S + GRACE_S)
@@ -120,6 +123,7 @@ def test_groups_that_torch_makes_wait_no_longer_than_ours(tmp_path: Path) -> Non
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_a_slow_rank_says_itself_where_it_was(tmp_path: Path) -> None:
     run = Run(tmp_path, "sleep:1:2:0:1", *SP4, torchrun=True)
     run.assert_ended(within_s=TIMEOUT_S + 2 * GRACE_S)
@@ -252,6 +256,7 @@ def set_link(host: Host, state: str) -> None:
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.usefixtures("can_make_hosts")
 def test_a_link_that_stays_down_ends_every_rank_with_a_message(tmp_path: Path) -> None:
     with make_hosts(2) as hosts:
@@ -270,6 +275,7 @@ def test_a_link_that_stays_down_ends_every_rank_with_a_message(tmp_path: Path) -
 
 @ranks
 @pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.usefixtures("can_make_hosts")
 def test_a_link_that_returns_in_time_changes_nothing(tmp_path: Path) -> None:
     losses = []

@@ -22,7 +22,7 @@ from layerwise.train.checkpoint import step_folders
 from tests.train.cli import environment, metrics
 from tests.train.small import small_config, train_small, write_samples
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(300)]
 
 PORT, RANKS_PER_HOST = 29400, 2
 # Namespaces of the network share the host name, by which ranks tell hosts apart; this one gives them their own.
