@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,18 @@ def check_target(path: Path, option: str) -> None:
         raise SpecError(f"{option} {path}: is there already and is no file; name a file")
     if not os.path.isdir(path.parent):
         raise SpecError(f"{option} {path}: no such folder {str(path.parent)!r}; make it, or name another file")
+
+
+def check_targets(paths: Mapping[str, Path | None]) -> None:
+    """`check_target` for the path of each option that is given. Raises SpecError, also where two name one file."""
+    named: dict[str, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        check_target(path, option)
+        other = named.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise SpecError(f"{other} and {option} name the same file, {path}; name two")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import layerwise.hf as lwhf
 from layerwise import LocalWorld, PlannedLoader
+from layerwise.exchange import Count
 from layerwise.groups import World
 from layerwise.plan import StepPlan
 from tests.hf.models import VOCAB, InFloat64
@@ -52,6 +53,13 @@ def applied(model: Any) -> Any:
     return model
 
 
+def recomputing(model: Any) -> Any:
+    """The model, in training with gradient checkpointing."""
+    # Renamed in transformers 5.2x.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model.train()
+
+
 def trained(model: Any) -> list[Tensor]:
     """The parameters that want a gradient."""
     return [p for p in model.parameters() if p.requires_grad]
@@ -82,6 +90,21 @@ def one_at_a_time(model: Any, samples: Samples, aux_coef: float = 0.0) -> Result
             total = total + aux_coef * output.aux_loss * (len(ids) / num_tokens)
     grads = torch.autograd.grad(total, trained(model), allow_unused=True, materialize_grads=True)
     return Result(total.detach(), list(grads), all_logits)
+
+
+def sent_by_ranks(model: Any, plan: StepPlan, kind: str) -> list[Count]:
+    """What each rank sends at the sites of a kind, or in moves, in one step, forward and backward."""
+
+    def rank_main(world: World) -> Count:
+        samples, steps = make_samples(plan.lengths), [range(len(plan.lengths))]
+        loader = PlannedLoader(dataset=samples, planner=lambda lengths: plan, world=world, steps=steps)
+        for batch in lwhf.batches(loader):
+            with batch.routes():
+                loss = lwhf.loss(model, batch)
+            torch.autograd.grad(loss, list(model.parameters()))
+        return batch.step.meter.counts.get(kind, Count())
+
+    return LocalWorld(plan.num_ranks, plan.ranks_per_node).run(rank_main)
 
 
 def on_ranks(

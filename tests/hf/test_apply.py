@@ -29,6 +29,7 @@ from tests.hf.harness import (
     on_ranks,
     one_at_a_time,
     planner_for,
+    recomputing,
 )
 from tests.hf.models import BASE, TINY, tiny_model
 
@@ -71,9 +72,7 @@ def test_router_loss_equals_one_process(name: str, lengths: tuple[int, ...], str
 def test_gradient_checkpointing_replays_its_own_microbatch(name: str) -> None:
     """The backward runs outside of `routes()`."""
     model = applied(tiny_model(name, torch.float32))
-    # Renamed in transformers 5.2x.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    model.train()
+    recomputing(model)
     lengths = (37, 12, 5, 1, 23, 9)
     samples = make_samples(lengths)
     ours, plan = on_ranks(model, samples, planner_for("repack", 4, model.config, lengths, microbatches=2), 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +11,20 @@ import torch
 pytest.importorskip("transformers")
 
 import layerwise.hf as lwhf
-from layerwise import LocalWorld, PlannedLoader
 from layerwise.cost import predict
 from layerwise.errors import UnsupportedError
-from layerwise.exchange import Count
-from layerwise.groups import World
 from layerwise.hf.families import MIXERS
-from layerwise.plan import StepPlan
 from layerwise.spec import LINEAR, ClusterSpec
-from tests.hf.harness import applied, assert_equal, make_samples, on_ranks, one_at_a_time, planner_for
+from tests.hf.harness import (
+    applied,
+    assert_equal,
+    make_samples,
+    on_ranks,
+    one_at_a_time,
+    planner_for,
+    recomputing,
+    sent_by_ranks,
+)
 from tests.hf.models import BASE, TINY, tiny_model
 
 LENGTHS = (37, 12, 1, 23)
@@ -37,32 +41,13 @@ def test_plans_keep_samples_whole_that_are_split_elsewhere(strategy: str) -> Non
     assert (np.bincount(microbatch.shards.column("sample")) > 1).any()
 
 
-def linear_bytes(model: Any, plan: StepPlan) -> list[Count]:
-    """What each rank sends at linear layers, forward and backward."""
-
-    def rank_main(world: World) -> Count:
-        steps = PlannedLoader(
-            dataset=make_samples(plan.lengths),
-            planner=lambda lengths: plan,
-            world=world,
-            steps=[range(len(plan.lengths))],
-        )
-        for batch in lwhf.batches(steps):
-            with batch.routes():
-                loss = lwhf.loss(model, batch)
-            torch.autograd.grad(loss, list(model.parameters()))
-        return batch.step.meter.counts.get(LINEAR, Count())
-
-    return LocalWorld(RANKS, RANKS // 2).run(rank_main)
-
-
 @pytest.mark.parametrize("strategy", ["static", "joint"])
 def test_every_rank_sends_what_is_predicted(strategy: str) -> None:
     model = applied(tiny_model("bamba", torch.float32))
     plan = planner_for(strategy, RANKS, model.config, LENGTHS)(LENGTHS)
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=RANKS // 2)
     expected = predict(plan, cluster, lwhf.model_spec(model.config), element_bytes=4).kinds[LINEAR]
-    counted = linear_bytes(model, plan)
+    counted = sent_by_ranks(model, plan, LINEAR)
     assert [c.calls for c in counted] == expected.calls.tolist()
     assert [c.fast_bytes for c in counted] == expected.rank_fast_bytes.tolist()
     assert [c.slow_bytes for c in counted] == expected.rank_slow_bytes.tolist()
@@ -84,8 +69,7 @@ def test_ranks_without_samples_get_zero_gradients_and_not_none(name: str, length
 def test_gradient_checkpointing_replays_its_own_microbatch(name: str) -> None:
     """The backward runs outside of `routes()`."""
     model = applied(tiny_model(name, torch.float32))
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    model.train()
+    recomputing(model)
     lengths = (37, 12, 5, 1, 23, 9)
     planner = planner_for("repack", RANKS, model.config, lengths, microbatches=2)
     ours, plan = on_ranks(model, make_samples(lengths), planner, RANKS)

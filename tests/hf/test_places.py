@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 import layerwise.hf as lwhf
-from layerwise import LocalWorld, PlannedLoader
 from layerwise.cost import predict
 from layerwise.errors import UnsupportedError
-from layerwise.exchange import Count
-from layerwise.groups import World
-from layerwise.plan import StepPlan
 from layerwise.runtime import MOVES
 from layerwise.spec import FULL, ClusterSpec
-from tests.hf.harness import applied, assert_equal, make_samples, on_ranks, one_at_a_time, planner_for
+from tests.hf.harness import (
+    applied,
+    assert_equal,
+    make_samples,
+    on_ranks,
+    one_at_a_time,
+    planner_for,
+    recomputing,
+    sent_by_ranks,
+)
 from tests.hf.models import tiny_model
 
 LENGTHS = (37, 12, 1, 23)
 RANKS = 4
-
-
-def run(model: Any, plan: StepPlan) -> list[Count]:
-    """What each rank sends where hidden states move, forward and backward."""
-
-    def rank_main(world: World) -> Count:
-        samples, steps = make_samples(plan.lengths), [range(len(plan.lengths))]
-        loader = PlannedLoader(dataset=samples, planner=lambda lengths: plan, world=world, steps=steps)
-        for batch in lwhf.batches(loader):
-            with batch.routes():
-                loss = lwhf.loss(model, batch)
-            torch.autograd.grad(loss, list(model.parameters()))
-        return batch.step.meter.counts.get(MOVES, Count())
-
-    return LocalWorld(RANKS, RANKS // 2).run(rank_main)
 
 
 @pytest.mark.parametrize("name", ["olmo3", "qwen3_next"])
@@ -47,7 +35,7 @@ def test_every_rank_sends_what_is_predicted(name: str) -> None:
     plan = planner_for("redistribute", RANKS, model.config, LENGTHS)(LENGTHS)
     assert list(plan.microbatches[0].places) == ["home", FULL]
     expected = predict(plan, ClusterSpec(num_nodes=2, ranks_per_node=2), lwhf.model_spec(model.config), element_bytes=4)
-    counted = run(model, plan)
+    counted = sent_by_ranks(model, plan, MOVES)
     assert [c.calls for c in counted] == expected.moves.calls.tolist()
     assert [c.fast_bytes for c in counted] == expected.moves.rank_fast_bytes.tolist()
     assert [c.slow_bytes for c in counted] == expected.moves.rank_slow_bytes.tolist()
@@ -58,8 +46,7 @@ def test_every_rank_sends_what_is_predicted(name: str) -> None:
 def test_gradient_checkpointing_replays_its_own_moves(name: str) -> None:
     """The backward runs outside of `routes()`."""
     model = applied(tiny_model(name, torch.float32))
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    model.train()
+    recomputing(model)
     lengths = (37, 12, 5, 1, 23, 9)
     planner = planner_for("redistribute", RANKS, model.config, lengths, microbatches=2)
     ours, plan = on_ranks(model, make_samples(lengths), planner, RANKS)

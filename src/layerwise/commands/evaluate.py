@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from layerwise.evaluate.steps import check_strategies, run_steps, step_jobs
 from layerwise.evaluate.table import evaluate as tabulate
 from layerwise.evaluate.table import render
 from layerwise.evaluate.workload import Workload, load_workload
-from layerwise.files import check_target, write_whole
+from layerwise.files import check_targets, write_whole
 from layerwise.planners import STRATEGIES
 from layerwise.spec import preset_names
 
@@ -82,13 +81,9 @@ def evaluate(
 
 def _check_targets(json: Path | None, report: Path | None, png: Path | None) -> None:
     """Raise SpecError or UnsupportedError for what cannot be written or drawn, before minutes are spent."""
-    if json is not None:
-        check_target(json, "--json")
+    check_targets({"--json": json, "--report": report})
     if report is not None:
-        check_target(report, "--report")
         require_plotly()
-    if json is not None and report is not None and os.path.realpath(json) == os.path.realpath(report):
-        raise SpecError(f"--json and --report name the same file, {report}; name two")
     if png is not None:
         require_matplotlib()
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from layerwise.data.lengths import read_lengths
 from layerwise.errors import SpecError
 from layerwise.evaluate.pictures import require_plotly
-from layerwise.files import check_target, write_whole
+from layerwise.files import check_targets, write_whole
 from layerwise.planners import STRATEGIES, Planner
 from layerwise.simulate.drawing import check_suffix, write_drawing
 from layerwise.simulate.page import build_page
@@ -47,7 +46,11 @@ def simulate(
     ranks = _parse_indices(trace_ranks, cluster_spec.num_ranks, "--trace-ranks")
     layers = _parse_indices(trace_layers, model_spec.num_layers, "--trace-layers")
     targets = {"--json": json, "--trace": trace, "--report": report, "--png": png}
-    _check_targets({option: path for option, path in targets.items() if path is not None})
+    check_targets(targets)
+    if png is not None:
+        check_suffix(png, "--png")
+    if report is not None:
+        require_plotly()
     planners = {
         name: Planner(strategy=name, cluster=cluster_spec, model=model_spec, max_tokens_per_rank=max_tokens_per_rank)
         for name in _split_names(strategy)
@@ -67,20 +70,6 @@ def simulate(
         write_drawing(png, list(simulations.values()), "--png")
     for path in filter(None, targets.values()):
         console.print(f"written: {path}", highlight=False)
-
-
-def _check_targets(targets: dict[str, Path]) -> None:
-    """Raise SpecError or UnsupportedError for what cannot be written or drawn, before time is spent on it."""
-    named: dict[str, str] = {}
-    for option, path in targets.items():
-        check_target(path, option)
-        other = named.setdefault(os.path.realpath(path), option)
-        if other != option:
-            raise SpecError(f"{other} and {option} name the same file, {path}; name two")
-    if "--png" in targets:
-        check_suffix(targets["--png"], "--png")
-    if "--report" in targets:
-        require_plotly()
 
 
 def _with_sync(cluster: ClusterSpec, sync: str | None) -> ClusterSpec:

@@ -1,9 +1,8 @@
 """The one exchange: rows in, rows out, over one all-to-all.
 
 `exchange` is the only autograd function of the runtime. Forward moves rows along a tuple of row maps; backward
-moves the
-gradients along their inverses. Rows that a rank sends to itself never touch the wire, nothing is padded, and a rank
-whose rows are all its own runs no collective.
+moves the gradients along their inverses. Rows that a rank sends to itself never touch the wire, nothing is padded, and
+a rank whose rows are all its own runs no collective.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ from layerwise.groups import ProcessWorld
 from layerwise.labels import ranks_label
 from layerwise.traffic import Block
 
+ValueT = TypeVar("ValueT")
 # How long a rank listens for the last words of others, which fail a little later than it does.
 LISTEN_S = 2.0
 _POLL_S = 0.05
@@ -139,12 +141,16 @@ def _tell(heard: dict[int, LastWord] | None, rank: int, peers: Sequence[int], ti
             f"  {ranks_label(silent)}: no word; ended, stopped, cut off, or slower than timeout_s={timeout_s:g} "
             "allows: look at its log and its host, and raise timeout_s if it was only slow"
         )
-    waited: dict[str, list[int]] = {}
-    for peer in peers:
-        if peer in heard and heard[peer].waited:
-            waited.setdefault(heard[peer].where, []).append(peer)
-    for where, ranks in waited.items():
+    for where, ranks in by_value({peer: heard[peer].where for peer in peers if peer in heard and heard[peer].waited}):
         yield f"  {ranks_label(ranks)}: waited{' there, too' if where == heard[rank].where else f' at {where}'}"
+
+
+def by_value(values: dict[int, ValueT]) -> list[tuple[ValueT, list[int]]]:
+    """Equal values once, each with its ranks, in order of the first of them."""
+    groups: dict[ValueT, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return list(groups.items())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,9 @@ import torch.distributed as dist
 from layerwise.errors import RankFailedError, SpecError
 from layerwise.groups import ProcessWorld
 from layerwise.labels import ranks_label
-from layerwise.train.failing import LISTEN_S, LastWord, LastWords, run_to_the_end
+from layerwise.train.failing import LISTEN_S, LastWord, LastWords, by_value, run_to_the_end
 from layerwise.train.rendezvous import fresh_store
 
-ValueT = TypeVar("ValueT")
 RankMain = Callable[[ProcessWorld, torch.device], None]
 # Beyond the time for last words, for a rank to notice that others have failed.
 _SLACK_S = 2.0
@@ -195,20 +194,12 @@ def _ended(running: dict[int, _Child], until: float) -> list[int]:
 def _explain(words: dict[int, LastWord], num_ranks: int) -> Iterator[str]:
     """The faults and where the other ranks waited; without a fault, what those that waited know."""
     at_fault = {rank: word for rank, word in words.items() if not word.waited}
-    for word, ranks in _by_value(at_fault):
+    for word, ranks in by_value(at_fault):
         yield word.of(ranks[0]) + (f"\n  the same: {ranks_label(ranks[1:])}" if len(ranks) > 1 else "")
-    for where, ranks in _by_value({rank: word.where for rank, word in words.items() if word.waited}):
+    for where, ranks in by_value({rank: word.where for rank, word in words.items() if word.waited}):
         yield f"{ranks_label(ranks)}, {where}: waited in vain" if at_fault else words[ranks[0]].of(ranks[0])
     if len(words) < num_ranks:
         yield f"{ranks_label(set(range(num_ranks)) - set(words))}: gave no reason in time, and was ended"
-
-
-def _by_value(values: dict[int, ValueT]) -> list[tuple[ValueT, list[int]]]:
-    """Equal values once, each with its ranks, in order of the first of them."""
-    groups: dict[ValueT, list[int]] = {}
-    for rank in sorted(values):
-        groups.setdefault(values[rank], []).append(rank)
-    return list(groups.items())
 
 
 def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
