@@ -187,6 +187,13 @@ def _write(tmp_path: Path, found: Measurements, peak: float | None = None) -> tu
     return path.read_text(), load_cluster(path)
 
 
+def test_between_nodes_nothing_is_faster_than_inside(tmp_path: Path) -> None:
+    slow = LinkRate(latency_s=3e-5, bytes_per_s=3e9)
+    text, cluster = _write(tmp_path, replace(FOUND, slow=slow))
+    assert "slow_bytes_per_s: 1.40e+9  # measured between nodes (3.00e+9, but" in text
+    assert (cluster.fast_bytes_per_s, cluster.slow_bytes_per_s, cluster.message_latency_s) == (1.4e9, 1.4e9, 3e-5)
+
+
 def test_the_file_holds_what_was_measured(tmp_path: Path) -> None:
     text, cluster = _write(tmp_path, FOUND)
     assert "slow_bytes_per_s: 2.00e+8  # not measured, all ranks share a machine: fast / 7" in text

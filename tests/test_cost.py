@@ -191,6 +191,8 @@ def test_moves_of_hidden_states_are_passes_of_their_own(recompute: bool) -> None
     assert prediction.moves.rank_slow_bytes.tolist() == [2 * half, 0, 2 * half, 0]
     assert prediction.moves.calls.tolist() == [4, 4, 4, 4]
     assert prediction.moves.seconds == pytest.approx(4 * (half / 10 + 2 * 0.25))
+    (part,) = prediction.microbatches
+    assert part.slow_bytes == prediction.moves.slow_bytes + prediction.kinds["full_attention"].slow_bytes
     # The slower of the two, rank 2, has 3 tokens, not the home's 6, and queries of 4 to 6 keys; rank 1 sends K and V.
     layer_s = (3 + recompute) * 3 * LINEAR_FLOPS / 1000 + (3.5 + recompute) * (4 + 5 + 6) * 2 * PAIR_FLOPS / 1000
     layer_s += (2 + recompute) * (3 * (4 + 6) * 2 / 10 + 0.25)
@@ -266,6 +268,7 @@ def test_recompute_runs_every_forward_twice() -> None:
     compute_s = (4 * 3 * LINEAR_FLOPS + 4.5 * 21 * PAIR_FLOPS) / 1000
     assert kind.seconds == pytest.approx(2 * (compute_s + comm_s))
     assert kind.slow_bytes == 2 * 3 * 2 * (to_tiles + from_tiles)  # ranks x passes x layers
+    assert prediction.microbatches[0].slow_bytes == kind.slow_bytes
     assert kind.calls.tolist() == [12] * 4
     assert prediction.head_s == pytest.approx(3 * 3 * HEAD_FLOPS / 1000)  # not recomputed
     flops = 2 * (3 * 6 * LINEAR_FLOPS + 3 * 21 * 2 * PAIR_FLOPS) + 3 * 6 * HEAD_FLOPS  # nor counted twice

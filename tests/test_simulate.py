@@ -236,11 +236,24 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*targets.values(), *_FILES.values()}
 
 
+def test_options_are_those_of_one_strategy(tmp_path: Path) -> None:
+    result = _run(tmp_path, "--strategy=static,dynamic", "--set=static.sp_degree=16", f"--json={tmp_path / 'o.json'}")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "o.json").read_text())["strategies"]
+    for name, options in (("static", {"sp_degree": 16}), ("dynamic", {})):
+        expected = simulate(wide_plan(name, LENGTHS, **options), WIDE_CLUSTER, WIDE_MODEL)
+        assert found[name]["seconds"] == expected.prediction.seconds
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--sync=never"], "--sync 'never' is unknown; legal values: layer, step"),
         (["--strategy=dynamic,dynamic"], "give one or more different ones"),
+        (
+            ["--set=sp_degree=16"],
+            "begin with the strategy, as in dynamic.sp_degree=...; simulated: dynamic, repack+par",
+        ),
         (["--trace-ranks=0-3"], "no effect without --trace"),
         (["--trace=t.json", "--trace-ranks=0-16"], "'0-16' is not in 0-15"),
         (["--trace=t.json", "--trace-layers=x"], "'x' is neither a number nor a range"),

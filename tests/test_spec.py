@@ -175,6 +175,7 @@ def test_bad_models_are_explained(change: dict[str, object], message: str) -> No
         ({"fast_bytes_per_s": 1e-300}, "fast_bytes_per_s: .*greater than or equal to 1 "),
         ({"peak_flops_per_s": 1e308}, "peak_flops_per_s: .*less than or equal to 10{24} "),
         ({"linear_efficiency": 1e-300}, "linear_efficiency: .*greater than or equal to 0.000000001"),
+        ({"slow_bytes_per_s": 2e11, "fast_bytes_per_s": 1e11}, r"slow_bytes_per_s=2e\+11 .*at most .*=1e\+11 .*; swap"),
         ({"message_latency_s": 1e300}, "message_latency_s: .*less than or equal to"),
         (
             {"num_nodes": 10**9, "expert_parallel_degree": 7},

@@ -65,7 +65,7 @@ def test_each_group_decides_for_itself() -> None:
 
 def test_a_step_that_got_slower_stays_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups decide by their slowest rank; whatever they decide, the whole step is compared too."""
-    monkeypatch.setattr("layerwise.planners.halo._slowest_s", lambda parent, rank_s: 0.0)
+    monkeypatch.setattr("layerwise.planners.halo._gains", lambda *_: True)
     model = WIDE_MODEL.model_copy(update={"sliding_window": 50_000})
     settings = {"cluster": WIDE_CLUSTER, "model": model, "max_tokens_per_rank": 2560}
     halo, dynamic = (plan_step([16000], strategy=name, **settings) for name in ("halo", "dynamic"))

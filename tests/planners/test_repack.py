@@ -132,7 +132,7 @@ def test_each_microbatch_decides_for_itself() -> None:
     kept = repack_microbatch(problem, (parent,), RepackOptions())
     forced = repack_microbatch(problem, (parent,), RepackOptions(fallback=False))
     assert (kept.num_repacked, forced.num_repacked) == (0, 1)
-    assert kept.prediction.seconds < forced.prediction.seconds
+    assert kept.times.seconds < forced.times.seconds
 
 
 def test_gains_of_microbatches_must_add_up() -> None:
@@ -144,7 +144,7 @@ def test_gains_of_microbatches_must_add_up() -> None:
     some = repack_microbatch(problem, (Parent(first_rank=0, sp_degree=1, samples=(0,)),), RepackOptions())
 
     def with_rank_s(*rank_s: float) -> Repacked:
-        return replace(some, prediction=replace(some.prediction, rank_s=np.array(rank_s), seconds=max(rank_s)))
+        return replace(some, times=replace(some.times, rank_s=np.array(rank_s), seconds=max(rank_s)))
 
     old, new = [with_rank_s(3, 0), with_rank_s(0, 3)], [with_rank_s(2, 0), with_rank_s(2, 0)]
     assert keep_if_faster(problem, new, old) is old

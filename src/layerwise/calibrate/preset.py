@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerwise.calibrate.kernels import AttentionRates
 from layerwise.calibrate.links import LinkRate
@@ -53,6 +53,9 @@ def preset_text(found: Measurements, *, name: str, ratio: float, peak_flops_per_
     slow_source = (
         "measured between nodes" if found.slow else f"not measured, all ranks share a machine: fast / {ratio:g}"
     )
+    if slow.bytes_per_s > fast.bytes_per_s:
+        slow_source = f"{slow_source} ({number(slow.bytes_per_s)}, but no plan may count on more than inside a node)"
+        slow = replace(slow, bytes_per_s=fast.bytes_per_s)
     peak_source = "given" if peak_flops_per_s else "not known: the fastest kernel measured"
     lines = [
         f"# Measured by `layerwise calibrate` on {found.where}, all ranks busy,",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from layerwise.simulate.step import simulate as simulate_plan
 from layerwise.simulate.table import render
 from layerwise.simulate.trace import write_trace
 from layerwise.spec import ClusterSpec, load_cluster, load_model, preset_names
+from layerwise.train.config import parse_setting
 
 
 def simulate(
@@ -31,6 +32,10 @@ def simulate(
         str, typer.Option(help=f"Comma-separated; of {', '.join(STRATEGIES)}.")
     ] = "dynamic,repack+parents",
     max_tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens a rank can hold in one micro-batch.")] = 32768,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="STRATEGY.OPTION=VALUE", help="A strategy's option, e.g. static.sp_degree=16."),
+    ] = None,
     sync: Annotated[str | None, typer.Option(help="Where ranks wait: layer or step; as in the cluster file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
@@ -51,9 +56,17 @@ def simulate(
         check_suffix(png, "--png")
     if report is not None:
         require_plotly()
+    names = _split_names(strategy)
+    options = _options_by_strategy(set_ or [], names)
     planners = {
-        name: Planner(strategy=name, cluster=cluster_spec, model=model_spec, max_tokens_per_rank=max_tokens_per_rank)
-        for name in _split_names(strategy)
+        name: Planner(
+            strategy=name,
+            cluster=cluster_spec,
+            model=model_spec,
+            max_tokens_per_rank=max_tokens_per_rank,
+            options=options[name],
+        )
+        for name in names
     }
     console, sizes = Console(), read_lengths(lengths)
     simulations: dict[str, Simulation] = {}
@@ -83,6 +96,21 @@ def _split_names(strategies: str) -> list[str]:
     if not names or len(set(names)) != len(names):
         raise SpecError(f"--strategy {strategies!r}: give one or more different ones of {', '.join(STRATEGIES)}")
     return names
+
+
+def _options_by_strategy(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
+    """The options of each strategy from `strategy.option=value`."""
+    options: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for setting in settings:
+        key, value = parse_setting(setting)
+        name, _, option = key.rpartition(".")
+        if name not in options:
+            raise SpecError(
+                f"--set {setting!r}: begin with the strategy, as in {names[0]}.{option}=...; "
+                f"simulated: {', '.join(names)}"
+            )
+        options[name][option] = value
+    return options
 
 
 def _parse_indices(text: str | None, count: int, option: str) -> list[int] | None:

@@ -22,7 +22,7 @@ from layerwise.cost.flops import (
 )
 from layerwise.cost.memory import Memory, kept_elements_per_token, predict_memory, site_bytes
 from layerwise.cost.model import EXCHANGES, MOVE_PASSES, CostModel, LayerCost, Sent, predict
-from layerwise.cost.prediction import LayerTimes, MicrobatchPrediction, PassPrediction, StepPrediction
+from layerwise.cost.prediction import LayerTimes, MicrobatchPrediction, MicrobatchTimes, PassPrediction, StepPrediction
 
 __all__ = [
     "BACKWARD_ATTENTION",
@@ -36,6 +36,7 @@ __all__ = [
     "LayerTimes",
     "Memory",
     "MicrobatchPrediction",
+    "MicrobatchTimes",
     "PassPrediction",
     "Sent",
     "StepPrediction",

@@ -27,7 +27,14 @@ from layerwise.cost.flops import (
     model_flops,
     pair_flops,
 )
-from layerwise.cost.prediction import KindPrediction, LayerTimes, MicrobatchPrediction, PassPrediction, StepPrediction
+from layerwise.cost.prediction import (
+    KindPrediction,
+    LayerTimes,
+    MicrobatchPrediction,
+    MicrobatchTimes,
+    PassPrediction,
+    StepPrediction,
+)
 from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
 from layerwise.traffic import elements, exchange_blocks, match, merge_alike, move_blocks, move_tiles
@@ -88,6 +95,16 @@ class _LayerWork(NamedTuple):
     attention_flops: Floats
     to_tiles: Sent
     from_tiles: Sent
+
+
+class _SiteTimes(NamedTuple):
+    """A micro-batch's times, and what they were made from; `kind_s` and `moves_s` are their shares of its seconds."""
+
+    times: MicrobatchTimes
+    work: list[_LayerWork]
+    kind_s: list[float]
+    moves: list[Moved]
+    moves_s: float
 
 
 class Moved(NamedTuple):
@@ -200,8 +217,24 @@ class CostModel:
     def _is_slow(self, sent: Sent) -> Any:
         return self.cluster.node_of(sent.src) != self.cluster.node_of(sent.dst)
 
+    def time_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchTimes:
+        """Seconds of one micro-batch, from its shards and tiles; `predict_microbatch` without the rest."""
+        return self._site_times(microbatch).times
+
     def predict_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchPrediction:
         """Seconds, bytes and calls of one micro-batch, from its shards and tiles."""
+        sites = self._site_times(microbatch)
+        return MicrobatchPrediction(
+            **vars(sites.times),
+            tokens=microbatch.tokens_per_rank(self.cluster.num_ranks),
+            kinds={
+                layer.kind: self._kind_prediction(microbatch, layer, work, seconds)
+                for layer, work, seconds in zip(self.layers, sites.work, sites.kind_s, strict=True)
+            },
+            moves=self._moves_prediction(microbatch, sites.moves, sites.moves_s),
+        )
+
+    def _site_times(self, microbatch: MicrobatchPlan) -> _SiteTimes:
         tokens = microbatch.tokens_per_rank(self.cluster.num_ranks)
         work = [self._layer_work(microbatch, layer) for layer in self.layers]
         layer_s = (layer.num_layers * w.times.total_s for layer, w in zip(self.layers, work, strict=True))
@@ -210,19 +243,21 @@ class CostModel:
         rank_s = site_s.sum(axis=0)
         # Every site waits for its slowest rank, or only the end of the step waits for the slowest rank.
         spent = site_s.max(axis=1) if self.cluster.sync == "layer" else site_s[:, rank_s.argmax()]
-        head_s, kind_s, moves_s = spent[0], spent[1 : 1 + len(work)].tolist(), spent[1 + len(work) :]
-        return MicrobatchPrediction(
+        slow_bytes = sum(
+            layer.num_layers * self.passes * (self._slow_bytes(w.to_tiles) + self._slow_bytes(w.from_tiles))
+            for layer, w in zip(self.layers, work, strict=True)
+        ) + sum(MOVE_PASSES * moved.times * self._slow_bytes(moved.sent) for moved in moves)
+        times = MicrobatchTimes(
             seconds=float(spent.sum()),
             rank_s=rank_s,
-            head_s=float(head_s),
-            tokens=tokens,
-            kinds={
-                layer.kind: self._kind_prediction(microbatch, layer, w, seconds)
-                for layer, w, seconds in zip(self.layers, work, kind_s, strict=True)
-            },
-            moves=self._moves_prediction(microbatch, moves, float(moves_s.sum())),
+            head_s=float(spent[0]),
             times={layer.kind: w.times for layer, w in zip(self.layers, work, strict=True)},
+            slow_bytes=slow_bytes,
         )
+        return _SiteTimes(times, work, spent[1 : 1 + len(work)].tolist(), moves, float(spent[1 + len(work) :].sum()))
+
+    def _slow_bytes(self, sent: Sent) -> int:
+        return int(sent.sent_bytes[self._is_slow(sent)].sum())
 
     def layer_times(self, microbatch: MicrobatchPlan) -> dict[str, LayerTimes]:
         """What one layer of each kind takes on every rank."""
@@ -318,7 +353,7 @@ class CostModel:
         )
         return fast_bytes.astype(np.int64), slow_bytes.astype(np.int64)
 
-    def step_s(self, parts: Sequence[MicrobatchPrediction]) -> float:
+    def step_s(self, parts: Sequence[MicrobatchTimes]) -> float:
         """Seconds of a step of these micro-batches."""
         if self.cluster.sync == "layer":
             return sum(part.seconds for part in parts)

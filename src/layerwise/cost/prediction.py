@@ -73,26 +73,31 @@ class KindPrediction(PassPrediction):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MicrobatchPrediction:
-    """One micro-batch.
+class MicrobatchTimes:
+    """How long one micro-batch takes: what plans are compared by.
 
-    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. tokens: at home, int64 [num_ranks].
-    moves: the passes that only move hidden states between layers; zero for most strategies.
-    times: what one layer of each kind takes on every rank.
+    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. head_s: of the LM head.
+    times: what one layer of each kind takes on every rank. slow_bytes: between nodes, all kinds, moves and ranks.
     """
 
     seconds: float
     rank_s: Floats
     head_s: float
+    times: dict[str, LayerTimes]
+    slow_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicrobatchPrediction(MicrobatchTimes):
+    """Everything that is predicted of one micro-batch.
+
+    tokens: at home, int64 [num_ranks].
+    moves: the passes that only move hidden states between layers; zero for most strategies.
+    """
+
     tokens: Ints
     kinds: dict[str, KindPrediction]
     moves: PassPrediction
-    times: dict[str, LayerTimes]
-
-    @property
-    def slow_bytes(self) -> int:
-        """Bytes between nodes, all kinds, moves and ranks."""
-        return self.moves.slow_bytes + sum(kind.slow_bytes for kind in self.kinds.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

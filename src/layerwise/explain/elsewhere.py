@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from layerwise.cost import CostModel, Floats, LayerCost, MicrobatchPrediction
+from layerwise.cost import CostModel, Floats, LayerCost, MicrobatchTimes
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Parent, StepPlan, shard_table, tile_table
 from layerwise.planners.estimate import prefers_halo
 from layerwise.planners.layout import Placement, halo_tile_rows, pour_level, tile_rows
@@ -55,10 +55,10 @@ class Moving:
         return self.plan.microbatches[self.index]
 
     @cached_property
-    def others(self) -> list[MicrobatchPrediction]:
+    def others(self) -> list[MicrobatchTimes]:
         """Predictions of the other micro-batches."""
         rest = self.plan.microbatches[: self.index] + self.plan.microbatches[self.index + 1 :]
-        return [self.cost.predict_microbatch(microbatch) for microbatch in rest]
+        return [self.cost.time_microbatch(microbatch) for microbatch in rest]
 
     @cached_property
     def others_s(self) -> Floats:
@@ -67,7 +67,7 @@ class Moving:
 
     def predict(self, microbatch: MicrobatchPlan) -> float:
         """Seconds of the step with this micro-batch in place of the planned one."""
-        return self.cost.step_s([*self.others, self.cost.predict_microbatch(microbatch)])
+        return self.cost.step_s([*self.others, self.cost.time_microbatch(microbatch)])
 
     def places(self) -> Iterator[Elsewhere]:
         """The best other block of every width for all layers; where full attention is apart, also for the rest."""

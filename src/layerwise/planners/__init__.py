@@ -10,7 +10,7 @@ from layerwise.cost import CostModel
 from layerwise.errors import SpecError
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
 from layerwise.planners.dynamic import plan_dynamic
-from layerwise.planners.halo import HaloOptions, halo_class, plan_halo
+from layerwise.planners.halo import HaloOptions, plan_halo
 from layerwise.planners.joint import JointOptions, plan_joint
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.problem import GroupOptions, StepProblem, check_lengths
@@ -36,12 +36,7 @@ class Strategy(NamedTuple):
 STRATEGIES: dict[str, Strategy] = {
     "static": Strategy(StaticOptions, lambda problem, options: (plan_static(problem, options), {})),
     "dynamic": Strategy(GroupOptions, lambda problem, options: (plan_dynamic(problem, options), {})),
-    "halo": Strategy(
-        HaloOptions,
-        lambda problem, options: plan_halo(
-            problem, [plan_dynamic(problem, options), plan_dynamic(problem, options, halo_class)], options
-        ),
-    ),
+    "halo": Strategy(HaloOptions, plan_halo),
     "redistribute": Strategy(RepackOptions, plan_redistribute),
     "repack": Strategy(RepackOptions, plan_repack),
     "repack+parents": Strategy(RepackOptions, plan_repack_parents),

@@ -72,7 +72,7 @@ def _group_microbatch(problem: StepProblem, samples: Ints, ladder: list[int], cl
 
     def seconds(found: Grouping) -> float:
         microbatch = lay_out(problem.lengths, problem.cost.attention, found.parents())
-        return problem.cost.predict_microbatch(microbatch).seconds
+        return problem.cost.time_microbatch(microbatch).seconds
 
     found = group_samples(problem, samples, partitions(problem, samples, ladder), class_of)
     if len(samples) > HANDFUL:

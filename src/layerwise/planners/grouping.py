@@ -62,25 +62,39 @@ def group_samples(
     """
     packings = _packings(problem, samples, candidates, class_of)
     scores = _scores(packings)
-    order = np.argsort(scores, kind="stable").tolist()
     count, lengths = len(samples), problem.lengths[samples]
     extra_s = exposed_s(problem.cost, lengths)
     good_s = (1 + FAR_FROM_LEVEL) * problem.cost.ideal_s(lengths) + extra_s
+
+    def packed_once(index: int) -> Grouping | None:
+        question = ("packed", class_of, samples.tobytes(), candidates[index].size.tobytes())
+        return problem.once(question, lambda: _packed(candidates[index], samples, packings[index], extra_s))
+
+    def refined_once(found: Grouping) -> Grouping:
+        question = ("refined", class_of, samples.tobytes(), found.partition.size.tobytes())
+        return problem.once(question, lambda: _refined(found, extra_s))
+
     packed: list[Grouping] = []
     best_s = np.inf
-    for index in order:
-        if _is_enough(len(packed), count, thorough, best_s <= good_s, scores[index] + extra_s >= best_s):
+    for index in np.argsort(scores, kind="stable").tolist():
+        if scores[index] == np.inf or _is_enough(
+            len(packed), count, thorough, best_s <= good_s, scores[index] + extra_s >= best_s
+        ):
             break
-        bin_of = pack_longest_first(packings[index])
-        if bin_of is not None:
-            makespan = packings[index].makespan(bin_of) + extra_s
-            packed.append(Grouping(makespan, candidates[index], samples, packings[index], bin_of))
-            best_s = min(best_s, makespan)
+        found = packed_once(index)
+        if found is not None:
+            packed.append(found)
+            best_s = min(best_s, found.estimate_s)
     packed.sort(key=lambda found: found.estimate_s)
     num_refined = NUM_REFINED_FAR if best_s > good_s else NUM_REFINED
     num_refined = NUM_REFINED_OF_FEW if count <= FEW_SAMPLES else num_refined
-    refined = [_refined(found, extra_s) for found in packed[:num_refined]]
+    refined = [refined_once(found) for found in packed[:num_refined]]
     return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
+
+
+def _packed(partition: Partition, samples: Ints, packing: Packing, extra_s: float) -> Grouping | None:
+    bin_of = pack_longest_first(packing)
+    return None if bin_of is None else Grouping(packing.makespan(bin_of) + extra_s, partition, samples, packing, bin_of)
 
 
 def _is_enough(num_packed: int, num_samples: int, thorough: bool, is_good: bool, is_hopeless: bool) -> bool:
@@ -97,8 +111,8 @@ def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partitio
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
     lengths = problem.lengths[samples]
-    loads, base = group_loads(problem.cost, lengths, classes), group_base(problem.cost, classes)
-    allowed = may_join(problem, lengths, classes)
+    loads, base = loads_in(problem, lengths, classes), group_base(problem.cost, classes)
+    allowed = lengths[:, None] <= np.array(degrees) * problem.max_tokens_per_rank
     room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
     capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
     return [
@@ -114,15 +128,21 @@ def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partitio
     ]
 
 
-def may_join(problem: StepProblem, lengths: Ints, classes: Sequence[GroupClass]) -> np.ndarray:
-    """Which samples a group of each class can hold, bool [samples, classes]: a child must fit into a node."""
-    node = problem.cluster.ranks_per_node
-    ranks = [min(group.degree, node) if group.repacked else group.degree for group in classes]
-    return np.asarray(lengths[:, None] <= np.array(ranks) * problem.max_tokens_per_rank)
+def loads_in(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> Floats:
+    """As `group_loads`, but a sample that no node can hold keeps its group as wide as it is."""
+    loads = group_loads(problem.cost, lengths, classes)
+    too_long = lengths > problem.cluster.ranks_per_node * problem.max_tokens_per_rank
+    if too_long.any():
+        unchanged = [group._replace(repacked=False) for group in classes]
+        loads[:, too_long] = group_loads(problem.cost, lengths[too_long], unchanged)
+    return loads
 
 
 def _scores(packings: list[Packing]) -> Floats:
-    """A quick guess of each packing's height: its samples as a fluid, but no lower than its highest sample alone."""
+    """A quick guess of each packing's height: its samples as a fluid, but no lower than its highest sample alone.
+
+    Infinite where no group may hold some sample.
+    """
     heights, base = packings[0].loads.sum(axis=0), packings[0].base.sum(axis=0)
     allowed = packings[0].allowed
     alone = heights + base if allowed is None else np.where(allowed, heights + base, np.inf)

@@ -6,16 +6,17 @@ cut (the rival answer to repacking: Megatron-LM issue 5593). Layers that need wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import Floats
+from layerwise.cost import MicrobatchTimes
 from layerwise.plan import MicrobatchPlan, Parent, tile_table
+from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.layout import halo_tile_rows
+from layerwise.planners.layout import halo_tile_rows, lay_out
 from layerwise.planners.problem import GroupOptions, StepProblem
 
 
@@ -26,9 +27,10 @@ class HaloOptions(GroupOptions):
 
 
 class _Halos(NamedTuple):
-    """A micro-batch, its groups of several ranks, and how many of those use halos in every local kind."""
+    """A micro-batch and its times, its groups of several ranks, and how many of those use halos in every local kind."""
 
     microbatch: MicrobatchPlan
+    times: MicrobatchTimes
     num_parents: int
     num_halo: int
 
@@ -38,41 +40,41 @@ def halo_class(degree: int) -> GroupClass:
     return GroupClass(degree, halo=True)
 
 
-def plan_halo(
-    problem: StepProblem, groupings: Sequence[tuple[MicrobatchPlan, ...]], options: HaloOptions
-) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
-    """The fastest of these wide steps once they have halos; with fallback, no slower than any of them without."""
-    steps = [[_with_halos(problem, microbatch, options) for microbatch in step] for step in groupings]
-    if options.fallback:
-        steps += [[_use_halos(problem, microbatch, {}) for microbatch in step] for step in groupings]
-    best = min(steps, key=lambda step: _step_s(problem, step))
+def plan_halo(problem: StepProblem, options: HaloOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
+    """The groups of `dynamic`, or those chosen for halos, with halos; with fallback, no slower than without."""
+    divisions = (group_step(problem, options, class_of) for class_of in (GroupClass, halo_class))
+    groups = dict.fromkeys(tuple(groupings[0].parents() for groupings in division) for division in divisions)
+    steps = []
+    for parents in groups:
+        wide = (lay_out(problem.lengths, problem.cost.attention, found) for found in parents)
+        ways = [_ways(problem, microbatch, options) for microbatch in wide]
+        steps += [list(step) for step in zip(*ways, strict=True)]
+    best = min(steps, key=lambda step: problem.cost.step_s([found.times for found in step]))
     parents, halo = sum(found.num_parents for found in best), sum(found.num_halo for found in best)
     return tuple(found.microbatch for found in best), {"parents": parents, "halo": halo, "fallbacks": parents - halo}
 
 
-def _step_s(problem: StepProblem, step: list[_Halos]) -> float:
-    return problem.cost.step_s([problem.cost.predict_microbatch(found.microbatch) for found in step])
-
-
-def _with_halos(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> _Halos:
-    """Halos in each local kind for every group, or for those groups whose slowest rank they do not slow down.
+def _ways(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> list[_Halos]:
+    """Halos in each local kind for every group; or for those groups whose slowest rank they do not slow down, and none.
 
     Groups share no rank, so where ranks wait at every layer no other choice of groups is faster.
     """
-    everywhere = {kind: wide.parents for kind, spec in problem.cost.attention.items() if spec.is_local}
-    found = _use_halos(problem, wide, everywhere)
+    local = [kind for kind, spec in problem.cost.attention.items() if spec.is_local]
+    everywhere = _use_halos(problem, wide, dict.fromkeys(local, wide.parents))
     if not options.fallback:
-        return found
-    halo_s, wide_s = problem.cost.layer_times(found.microbatch), problem.cost.layer_times(wide)
-    chosen = {
-        kind: tuple(p for p in parents if _slowest_s(p, halo_s[kind].total_s) <= _slowest_s(p, wide_s[kind].total_s))
-        for kind, parents in everywhere.items()
-    }
-    return _use_halos(problem, wide, chosen)
+        return [everywhere]
+    nowhere = _use_halos(problem, wide, {})
+    chosen = {kind: tuple(p for p in wide.parents if _gains(p, kind, everywhere, nowhere)) for kind in local}
+    if all(chosen[kind] == wide.parents for kind in local):
+        return [everywhere, nowhere]
+    return [_use_halos(problem, wide, chosen) if any(chosen.values()) else nowhere, nowhere]
 
 
-def _slowest_s(parent: Parent, rank_s: Floats) -> float:
-    return float(rank_s[parent.first_rank : parent.first_rank + parent.sp_degree].max())
+def _gains(parent: Parent, kind: str, halo: _Halos, wide: _Halos) -> bool:
+    """Whether the group's slowest rank takes no longer with halos in layers of this kind."""
+    ranks = slice(parent.first_rank, parent.first_rank + parent.sp_degree)
+    halo_s, wide_s = (float(found.times.times[kind].total_s[ranks].max()) for found in (halo, wide))
+    return halo_s <= wide_s
 
 
 def _use_halos(problem: StepProblem, wide: MicrobatchPlan, parents_of: Mapping[str, tuple[Parent, ...]]) -> _Halos:
@@ -85,4 +87,5 @@ def _use_halos(problem: StepProblem, wide: MicrobatchPlan, parents_of: Mapping[s
         tiles[kind] = tile_table(np.concatenate([rest, halo_tile_rows(own, problem.cost.attention[kind])]))
     shared = [parent for parent in wide.parents if parent.sp_degree > 1]
     halo = [parent for parent in shared if parents_of and all(parent in parents for parents in parents_of.values())]
-    return _Halos(replace(wide, tiles=tiles), len(shared), len(halo))
+    microbatch = replace(wide, tiles=tiles)
+    return _Halos(microbatch, problem.cost.time_microbatch(microbatch), len(shared), len(halo))

@@ -68,7 +68,7 @@ def _rivals(problem: StepProblem, options: JointOptions, estimate_s: float) -> l
 
 
 def _predicted_s(problem: StepProblem, microbatches: tuple[MicrobatchPlan, ...]) -> float:
-    return problem.cost.step_s([problem.cost.predict_microbatch(microbatch) for microbatch in microbatches])
+    return problem.cost.step_s([problem.cost.time_microbatch(microbatch) for microbatch in microbatches])
 
 
 def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:

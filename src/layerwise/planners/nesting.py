@@ -57,9 +57,14 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
     `seconds` says what such tables of seconds cost.
     """
     count = len(problem.samples)
-    tolerances = THOROUGH if count <= HANDFUL else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]
-    found = [placed for tolerance in tolerances if (placed := _nest(problem, tolerance)) is not None]
-    best = min(found, key=lambda placed: seconds(placed[0]), default=None)
+    level_s = float(problem.loads[:, :, 0].sum()) / problem.num_ranks
+    best, best_s = None, np.inf
+    for tolerance in THOROUGH if count <= HANDFUL else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]:
+        if count > HANDFUL and best_s <= (1 + tolerance) * level_s:
+            break  # it is more level already than this tolerance asks for
+        placed = _nest(problem, tolerance)
+        if placed is not None and (placed_s := float(seconds(placed[0]))) < best_s:
+            best, best_s = placed, placed_s
     return _settled(problem, best[1], seconds) if best and count <= HANDFUL and not problem.spread_largest else best
 
 

@@ -97,7 +97,8 @@ class _Bins:
     """Bins being filled; the heaps hold (height, bin) of each class."""
 
     def __init__(self, packing: Packing, heights: Floats, base: Floats) -> None:
-        self.packing, self.heights = packing, heights
+        self.packing, self.num_classes = packing, len(base)
+        self.rises = heights.ravel().tolist()  # of item i in a bin of class k: [i * num_classes + k]
         self.bin_of = np.full(len(heights), -1, dtype=np.int64)
         self.free = packing.capacity_tokens.tolist()
         self.heaps: list[list[tuple[float, int]]] = [[] for _ in base]
@@ -108,14 +109,17 @@ class _Bins:
 
     def put_best(self, item: int) -> bool:
         """Put a large item where it ends lowest; False where no bin has room."""
-        need, rise = int(self.packing.tokens[item]), self.heights[item].tolist()
+        need, rises = int(self.packing.tokens[item]), item * self.num_classes
         best = None
         for kind, heap in enumerate(self.heaps):
             if not heap or (self.packing.allowed is not None and not self.packing.allowed[item, kind]):
                 continue
             entry = heap[0] if self.free[heap[0][1]] >= need else self._lowest_with_room(heap, need)
-            if entry is not None and (best is None or entry[0] + rise[kind] < best[0]):
-                best = (entry[0] + rise[kind], kind, entry)
+            if entry is None:
+                continue
+            level = entry[0] + self.rises[rises + kind]
+            if best is None or level < best[0]:
+                best = (level, kind, entry)
         if best is None:
             return False
         level, kind, entry = best
@@ -137,14 +141,14 @@ class _Bins:
         heap = [entry for heap in self.heaps for entry in heap]
         heapq.heapify(heap)
         classes, free, placed = self.packing.bin_class.tolist(), self.free, []
-        for need, rise in zip(self.packing.tokens[items].tolist(), self.heights[items].tolist(), strict=True):
+        for need, rises in zip(self.packing.tokens[items].tolist(), (items * self.num_classes).tolist(), strict=True):
             full = []
             while heap and free[heap[0][1]] < need:
                 full.append(heapq.heappop(heap))
             if not heap:
                 return False
             level, index = heap[0]
-            heapq.heapreplace(heap, (level + rise[classes[index]], index))
+            heapq.heapreplace(heap, (level + self.rises[rises + classes[index]], index))
             free[index] -= need
             placed.append(index)
             for entry in full:
@@ -155,83 +159,101 @@ class _Bins:
 
 def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
     """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
-    best, best_s, num_vain = bin_of, packing.makespan(bin_of), 0
+    best, num_vain = bin_of, 0
     bin_of = bin_of.copy()
+    round_ = _Round(packing, bin_of)
+    best_s = round_.makespan_s
     for _ in range(max_steps):
-        loads = packing.bin_loads(bin_of)
-        changes = [_best_change(packing, bin_of, loads, hot) for hot in np.unique(loads.argmax(axis=1)).tolist()]
-        gain, item, partner, target = max(changes)
+        gain, item, partner, target = max(round_.best_change(hot) for hot in round_.highest_bins())
         if gain <= MIN_GAIN or num_vain == PATIENCE:
             break
         if partner >= 0:
             bin_of[partner] = bin_of[item]
         bin_of[item] = target
-        makespan = packing.makespan(bin_of)
+        round_ = _Round(packing, bin_of)
         num_vain += 1
-        if makespan < best_s:
-            best, best_s, num_vain = bin_of.copy(), makespan, 0
+        if round_.makespan_s < best_s:
+            best, best_s, num_vain = bin_of.copy(), round_.makespan_s, 0
     return best
 
 
-def _best_change(packing: Packing, bin_of: Ints, loads: Floats, hot: int) -> tuple[float, int, int, int]:
-    """(relative gain, item of bin `hot`, item that it swaps with or -1, the item's new bin)."""
-    items = _every_kth(np.flatnonzero(bin_of == hot))
-    partners, targets = _partners(bin_of, loads, hot)
-    if not len(items) or not len(targets):
-        return (0.0, -1, -1, -1)
-    is_swap = partners >= 0
-    hot_class, target_class = packing.bin_class[hot], packing.bin_class[targets]
-    arriving = packing.loads[:, partners, hot_class] * is_swap
-    leaving = packing.loads[:, partners, target_class] * is_swap
-    new_hot = loads[:, hot, None, None] - packing.loads[:, items, hot_class][:, :, None] + arriving[:, None, :]
-    new_target = (loads[:, targets] - leaving)[:, None, :] + packing.loads[:, items][:, :, target_class]
+class _Round:
+    """Items in bins, and what all changes of one round share.
 
-    # First order in the p-norms: each dimension's sum of powers times the slope of its root.
-    height = loads.max(axis=1)
-    scale = np.where(height > 0, height, 1.0)[:, None]
-    powers = _power(loads / scale)
-    total = np.maximum(powers.sum(axis=1), 1.0)  # the highest bin alone is 1, unless all are empty
-    slope = height * total ** (1 / (1 << NORM_DOUBLINGS) - 1) / (1 << NORM_DOUBLINGS)
-    change = _power(new_hot / scale[:, :, None]) + _power(new_target / scale[:, :, None])
-    change -= (powers[:, [hot]] + powers[:, targets])[:, None, :]
-    change_s = np.tensordot(slope, change, axes=1)
-    change_s[~_fits(packing, bin_of, items, partners, targets, hot)] = np.inf
-    row, column = np.unravel_index(int(change_s.argmin()), change_s.shape)
-    gain = -float(change_s[row, column]) / float(height.sum())
-    return gain, int(items[row]), int(partners[column]), int(targets[column])
+    loads: float64 [dims, bins]. powers: of the loads over the highest of their dimension. slope: float64 [dims], how
+    fast the p-norm of a dimension grows with its sum of powers. order: bins, the lowest first.
+    """
 
+    def __init__(self, packing: Packing, bin_of: Ints) -> None:
+        self.packing, self.bin_of = packing, bin_of
+        self.loads = packing.bin_loads(bin_of)
+        self.height = self.loads.max(axis=1)
+        self.makespan_s = float(self.height.sum())
+        self.scale = np.where(self.height > 0, self.height, 1.0)
+        self.powers = _power(self.loads / self.scale[:, None])
+        total = np.maximum(self.powers.sum(axis=1), 1.0)  # the highest bin alone is 1, unless all are empty
+        self.slope = self.height * total ** (1 / (1 << NORM_DOUBLINGS) - 1) / (1 << NORM_DOUBLINGS)
+        self.order = np.argsort(self.loads.sum(axis=0), kind="stable")
+        used = np.bincount(bin_of, weights=packing.tokens, minlength=len(packing.bin_class)).astype(np.int64)
+        self.free = packing.capacity_tokens - used
 
-def _partners(bin_of: Ints, loads: Floats, hot: int) -> tuple[Ints, Ints]:
-    """What an item of bin `hot` may trade with: nothing (-1) in a lower bin, or an item of a low bin."""
-    order = np.argsort(loads.sum(axis=0), kind="stable")
-    order = order[order != hot]
-    low = np.zeros(loads.shape[1], dtype=bool)
-    low[order[:MAX_PARTNER_BINS]] = True
-    swaps = _every_kth(np.flatnonzero(low[bin_of]))
-    movable = order[:MAX_PARTNERS]
-    return np.concatenate([np.full(len(movable), -1), swaps]), np.concatenate([movable, bin_of[swaps]])
+    def highest_bins(self) -> list[int]:
+        """The highest bin of every dimension, each once."""
+        return sorted(set(self.loads.argmax(axis=1).tolist()))
+
+    def best_change(self, hot: int) -> tuple[float, int, int, int]:
+        """(relative gain, item of bin `hot`, item that it swaps with or -1, the item's new bin)."""
+        packing = self.packing
+        items = _every_kth(np.flatnonzero(self.bin_of == hot))
+        partners, targets = self._partners(hot)
+        if not len(items) or not len(targets):
+            return (0.0, -1, -1, -1)
+        is_swap = partners >= 0
+        hot_class, target_class = packing.bin_class[hot], packing.bin_class[targets]
+        arriving = packing.loads[:, partners, hot_class] * is_swap
+        leaving = packing.loads[:, partners, target_class] * is_swap
+        new_hot = (self.loads[:, [hot]] - packing.loads[:, items, hot_class])[:, :, None] + arriving[:, None, :]
+        new_target = (self.loads[:, targets] - leaving)[:, None, :] + packing.loads[:, items][:, :, target_class]
+
+        # First order in the p-norms: each dimension's sum of powers times the slope of its root.
+        scale = self.scale[:, None, None]
+        change = _power(new_hot / scale)
+        change += _power(new_target / scale)
+        change -= (self.powers[:, [hot]] + self.powers[:, targets])[:, None, :]
+        change_s = (self.slope @ change.reshape(len(change), -1)).reshape(change.shape[1:])
+        change_s[~self._fits(items, partners, targets, hot)] = np.inf
+        row, column = np.unravel_index(int(change_s.argmin()), change_s.shape)
+        gain = -float(change_s[row, column]) / self.makespan_s
+        return gain, int(items[row]), int(partners[column]), int(targets[column])
+
+    def _partners(self, hot: int) -> tuple[Ints, Ints]:
+        """What an item of bin `hot` may trade with: nothing (-1) in a lower bin, or an item of a low bin."""
+        movable = self.order[: MAX_PARTNERS + 1]
+        movable = movable[movable != hot][:MAX_PARTNERS]
+        low = np.zeros(len(self.order), dtype=bool)
+        low[movable[:MAX_PARTNER_BINS]] = True
+        swaps = _every_kth(np.flatnonzero(low[self.bin_of]))
+        return np.concatenate([np.full(len(movable), -1), swaps]), np.concatenate([movable, self.bin_of[swaps]])
+
+    def _fits(self, items: Ints, partners: Ints, targets: Ints, hot: int) -> NDArray[np.bool_]:
+        """Whether both bins stay within capacity and allow their new items, bool [items, partners]."""
+        packing, is_swap = self.packing, partners >= 0
+        grows = packing.tokens[items][:, None] - (packing.tokens[partners] * is_swap)[None, :]
+        fits = (grows <= self.free[targets][None, :]) & (-grows <= self.free[hot])
+        if packing.allowed is not None:
+            fits &= packing.allowed[items][:, packing.bin_class[targets]]
+            fits &= (packing.allowed[partners, packing.bin_class[hot]] | ~is_swap)[None, :]
+        return np.asarray(fits)
 
 
 def _every_kth(items: Ints) -> Ints:
     return items[:: -(-len(items) // MAX_PARTNERS) or 1]
 
 
-def _fits(packing: Packing, bin_of: Ints, items: Ints, partners: Ints, targets: Ints, hot: int) -> NDArray[np.bool_]:
-    """Whether both bins stay within capacity and allow their new items, bool [items, partners]."""
-    used = np.bincount(bin_of, weights=packing.tokens, minlength=len(packing.bin_class)).astype(np.int64)
-    free = packing.capacity_tokens - used
-    is_swap = partners >= 0
-    grows = packing.tokens[items][:, None] - (packing.tokens[partners] * is_swap)[None, :]
-    fits = (grows <= free[targets][None, :]) & (-grows <= free[hot])
-    if packing.allowed is not None:
-        fits &= packing.allowed[items][:, packing.bin_class[targets]]
-        fits &= (packing.allowed[partners, packing.bin_class[hot]] | ~is_swap)[None, :]
-    return np.asarray(fits)
-
-
 def _power(x: Floats) -> Floats:
-    for _ in range(NORM_DOUBLINGS):
-        x = x * x
+    x = x * x
+    for _ in range(NORM_DOUBLINGS - 1):
+        x *= x
     return x
 
 

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
-from layerwise.cost import Floats, MicrobatchPrediction
+from layerwise.cost import Floats, MicrobatchTimes
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.dynamic import Division, divisions, level_s
-from layerwise.planners.estimate import GroupClass, group_base, group_loads
-from layerwise.planners.grouping import Grouping, group_samples, may_join
+from layerwise.planners.estimate import GroupClass, group_base
+from layerwise.planners.grouping import Grouping, group_samples, loads_in
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
 
 # How many groupings besides that of `dynamic` are repacked and predicted.
 NUM_OTHERS = 4
+# Of two groupings whose estimates differ by more than this share, the slower is not predicted.
+DOUBT = 0.02
 # A sample that gives each rank of a node less than this share of a rank's mean work needs no wider group.
 WIDE_SHARE = 0.4
 
@@ -44,13 +47,13 @@ class Repacked:
     """A micro-batch and its prediction, with the number of parents that could have been and were repacked."""
 
     microbatch: MicrobatchPlan
-    prediction: MicrobatchPrediction
+    times: MicrobatchTimes
     num_parents: int
     num_repacked: int
 
     def beats(self, other: Repacked) -> bool:
         """Predicted to be faster, or as fast with fewer bytes between nodes."""
-        mine, theirs = self.prediction, other.prediction
+        mine, theirs = self.times, other.times
         return (mine.seconds, mine.slow_bytes) < (theirs.seconds, theirs.slow_bytes)
 
 
@@ -106,8 +109,10 @@ def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackO
             ("all groups", options.max_sp_degree, samples.tobytes()),
             lambda: group_samples(problem, samples, candidates, GroupClass, thorough=True),
         )
-    wide = with_wide(problem, groupings, options)
-    return sorted(wide, key=lambda found: _repacked_s(problem, found, options))[: num_others(problem)]
+    wide = [(_repacked_s(problem, found, options), found) for found in with_wide(problem, groupings, options)]
+    wide.sort(key=itemgetter(0))
+    close_s = (1 + DOUBT) * min((seconds for seconds, _ in wide), default=np.inf)
+    return [found for seconds, found in wide[: num_others(problem)] if seconds <= close_s]
 
 
 def with_wide(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[Grouping]:
@@ -126,14 +131,11 @@ def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> b
 def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -> float:
     degrees = np.unique(found.partition.size).tolist()
     classes = [repacked_class(problem, degree, options) for degree in degrees]
-    lengths, bin_class = problem.lengths[found.samples], np.searchsorted(degrees, found.partition.size)
-    if not may_join(problem, lengths, classes)[np.arange(len(lengths)), bin_class[found.bin_of]].all():
-        return float("inf")
     packing = replace(
         found.packing,
-        loads=group_loads(problem.cost, lengths, classes),
+        loads=loads_in(problem, problem.lengths[found.samples], classes),
         base=group_base(problem.cost, classes),
-        bin_class=bin_class,
+        bin_class=np.searchsorted(degrees, found.partition.size),
     )
     return packing.makespan(found.bin_of)
 
@@ -163,7 +165,7 @@ def keep_if_faster(problem: StepProblem, new: list[Repacked], old: list[Repacked
 
 
 def _step_s(problem: StepProblem, results: list[Repacked]) -> float:
-    return problem.cost.step_s([result.prediction for result in results])
+    return problem.cost.step_s([result.times for result in results])
 
 
 def count_parents(results: list[Repacked]) -> dict[str, int]:
@@ -208,12 +210,12 @@ def _repack_microbatch(
 
 def _gainers(problem: StepProblem, wide: Repacked, repacked: Repacked, parents: tuple[Parent, ...]) -> list[Parent]:
     """The parents whose slowest ranks, kind by kind, take less time once repacked; parents share no rank."""
-    before, after = (_slowest_s(problem, found.prediction, parents) for found in (wide, repacked))
+    before, after = (_slowest_s(problem, found.times, parents) for found in (wide, repacked))
     return [parent for parent, gained in zip(parents, after < before, strict=True) if gained]
 
 
-def _slowest_s(problem: StepProblem, prediction: MicrobatchPrediction, parents: tuple[Parent, ...]) -> Floats:
-    rank_s = np.stack([layer.num_layers * prediction.times[layer.kind].total_s for layer in problem.cost.layers])
+def _slowest_s(problem: StepProblem, times: MicrobatchTimes, parents: tuple[Parent, ...]) -> Floats:
+    rank_s = np.stack([layer.num_layers * times.times[layer.kind].total_s for layer in problem.cost.layers])
     return np.array([rank_s[:, p.first_rank : p.first_rank + p.sp_degree].max(axis=1).sum() for p in parents])
 
 
@@ -227,7 +229,7 @@ def _lay_out(
     microbatch = layout(problem.lengths, problem.cost.attention, parents, children)
     return Repacked(
         microbatch=microbatch,
-        prediction=problem.cost.predict_microbatch(microbatch),
+        times=problem.cost.time_microbatch(microbatch),
         num_parents=sum(is_wide(problem, parent, options) for parent in parents),
         num_repacked=len(children),
     )

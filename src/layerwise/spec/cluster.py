@@ -69,11 +69,12 @@ def _position(axis: tuple[int, ...], value: Any) -> tuple[Any, Any]:
 class ClusterSpec(Record):
     """The machine as the planner sees it, and how it is used; docs/cost-model.md has the formulas of these numbers.
 
-    Rates are per rank. `sync` says where ranks wait for one another: at every layer (expert-parallel and FSDP
-    collectives) or only at the optimizer step. `window_efficiency` is for all kinds but full attention, by default its
-    `attention_efficiency`. `expert_parallel_degree` aligned ranks share the experts of a layer, `sharded_params`
-    spreads every parameter over the ranks that would hold a copy (ZeRO-3); up to `overlap` of a layer's compute time
-    hides this traffic. `recompute` runs each layer's forward a second time in backward.
+    Rates are per rank; links between nodes are no faster than those inside. `sync` says where ranks wait for one
+    another: at every layer (expert-parallel and FSDP collectives) or only at the optimizer step. `window_efficiency` is
+    for all kinds but full attention, by default its `attention_efficiency`. `expert_parallel_degree` aligned ranks
+    share the experts of a layer, `sharded_params` spreads every parameter over the ranks that would hold a copy
+    (ZeRO-3); up to `overlap` of a layer's compute time hides this traffic. `recompute` runs each layer's forward a
+    second time in backward.
     """
 
     name: str = "cluster"
@@ -100,6 +101,11 @@ class ClusterSpec(Record):
             raise ValueError(
                 f"expert_parallel_degree={self.expert_parallel_degree} must divide the {self.num_ranks} ranks; "
                 f"legal values: {divisors(self.num_ranks)}"
+            )
+        if self.slow_bytes_per_s > self.fast_bytes_per_s:
+            raise ValueError(
+                f"slow_bytes_per_s={self.slow_bytes_per_s:g} (between nodes) must be at most fast_bytes_per_s="
+                f"{self.fast_bytes_per_s:g} (inside a node); swap them, or give both the lower rate"
             )
         return self
 
