@@ -92,7 +92,10 @@ def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:
 
 
 def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]) -> _Nested | None:
-    """The better of two placements: as narrow as may be, and, where that is uneven, with one sample over all ranks."""
+    """The better of two placements: as narrow as may be, and, where that is uneven, with one sample over all ranks.
+
+    The second is not tried for many samples, which are nearly even anyway.
+    """
     cluster = problem.cluster
     question = Nest(
         samples=samples,
@@ -105,7 +108,7 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
         capacity_tokens=problem.max_tokens_per_rank,
     )
     best = _solve(problem, question)
-    if best is not None and best.excess <= UNEVEN:
+    if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):
         return best
     spread = _solve(problem, replace(question, spread_largest=True))
     return min((found for found in (best, spread) if found), key=lambda found: found.estimate_s, default=None)
