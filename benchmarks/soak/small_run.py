@@ -13,7 +13,7 @@ import numpy as np
 
 from layerwise.errors import LayerwiseError
 from layerwise.train.config import TrainConfig, load_config
-from layerwise.train.run import METRICS_FILE, checkpoint_folder, load_data, prepare_folder, run_training
+from layerwise.train.run import METRICS_FILE, load_data, prepare_folder, run_training
 
 # (nodes, ranks per node, settings): every restart takes another one.
 SHAPES: list[tuple[int, int, list[str]]] = [
@@ -61,7 +61,7 @@ def _launcher(config: TrainConfig, out: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        prepare_folder(out, checkpoint_folder(config, out), resume=True)
+        prepare_folder(config, out, resume=True)
         run_training(config, load_data([config]), out, resume=True)
     except LayerwiseError as error:
         os.write(2, f"layerwise: {error}\n".encode())

@@ -1,3 +1,4 @@
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -146,6 +147,11 @@ class TestTextFolder:
     def test_missing_source(self, tmp_path):
         with pytest.raises(SpecError, match="no such file or folder"):
             load(tmp_path / "none")
+
+    def test_compressed_source(self, tmp_path):
+        (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
+        with pytest.raises(SpecError, match=r"x\.jsonl\.gz' is compressed, which is not read; decompress it first"):
+            load(tmp_path / "x.jsonl.gz")
 
 
 @pytest.mark.parametrize(("writer", "suffix"), [(write_rows, ".jsonl"), (write_parquet, ".parquet")])

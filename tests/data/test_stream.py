@@ -40,7 +40,7 @@ def test_policies(config: DataConfig) -> None:
     assert fewer.counts["skipped"] == 1
     with pytest.raises(DataError, match=r"'x\.jsonl:4' has 9 tokens, a plan can place 5"):
         list(SampleStream(config, budget_tokens=5))
-    with pytest.raises(DataError, match=r"x\.jsonl, line 2: expected a non-empty list"):
+    with pytest.raises(DataError, match=r"x\.jsonl, line 2: expected a non-empty list.*; or set bad_rows to 'skip'"):
         list(SampleStream(config.model_copy(update={"bad_rows": "error"})))
     with pytest.raises(DataError, match=r"'x\.jsonl:4': token 2 at position 0 is not in \[0, vocab_size=2\)"):
         list(SampleStream(config, vocab_size=2))

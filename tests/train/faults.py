@@ -24,6 +24,7 @@ from layerwise.plan import MicrobatchPlan, StepPlan, Tile, tile_table
 from layerwise.planners import Planner
 from layerwise.runtime import current_routes
 from layerwise.traffic import Block
+from layerwise.train import launch
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,24 @@ def swapped(plan: StepPlan, index: int) -> StepPlan:
     return replace(plan, microbatches=(*plan.microbatches[:index], changed, *plan.microbatches[index + 1 :]))
 
 
-FAULTS = {"die": in_exchange, "stop": in_exchange, "sleep": in_exchange, "nan": nan_in_attention, "plan": another_plan}
+def absent(fault: Fault) -> None:
+    """The rank is started, but does not come to where all ranks meet."""
+    meet = launch.meet
+
+    def faulty(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
+        if rank == fault.rank:
+            sleep()
+        return meet(store, rank, num_ranks, timeout_s)
+
+    launch.meet = faulty
+
+
+FAULTS = {
+    **dict.fromkeys(("die", "stop", "sleep"), in_exchange),
+    "nan": nan_in_attention,
+    "plan": another_plan,
+    "absent": absent,
+}
 
 if __name__ == "__main__":
     chosen = Fault.parse(sys.argv.pop(1))

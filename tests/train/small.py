@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from layerwise.train.config import TrainConfig, load_config
-from layerwise.train.run import checkpoint_folder, load_data, prepare_folder, run_training
+from layerwise.train.run import load_data, prepare_folder, run_training
 from tests.train.cli import DEMO, metrics
 
 MODEL = [
@@ -38,6 +38,6 @@ def small_config(samples: Path, num_nodes: int, ranks_per_node: int, *settings: 
 
 def train_small(config: TrainConfig, out: Path, *, resume: bool = False) -> list[dict[str, Any]]:
     """Train, and the metrics of every step."""
-    prepare_folder(out, checkpoint_folder(config, out), resume=resume)
+    prepare_folder(config, out, resume=resume)
     run_training(config, load_data([config]), out, resume=resume)
     return metrics(out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from layerwise.cost import model_flops, predict
 from layerwise.data.corpus import load_corpus
-from layerwise.errors import UnsupportedError
+from layerwise.errors import SpecError, UnsupportedError
 from layerwise.exchange import GroupComm, Pending
 from layerwise.planners import Planner
 from layerwise.spec import load_cluster, load_model
@@ -175,3 +178,32 @@ def test_without_the_package_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'layerwise\[wandb\]'"):
         load_wandb()
+
+
+@pytest.mark.parametrize("written", ["metrics.jsonl", "tensorboard"])
+def test_metrics_that_cannot_be_written_end_the_run_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    """A disk that fills up in the second step; TensorBoard finds it out on a thread of its own."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(self: Recorder, row: dict[str, Any]) -> None:
+        if row["step"] == 1 and written == "tensorboard":
+            self._events.flush()
+            monkeypatch.setattr(RecordWriter, "write", full)
+        elif row["step"] == 1:
+            self._file.close()
+            self._file = Path("/dev/full").open("w")  # noqa: SIM115
+        write(self, row)
+
+    write = Recorder.write
+    monkeypatch.setattr(Recorder, "write", fill)
+    config = small_config(write_samples(tmp_path), 1, 1, "num_steps=8")
+    with pytest.raises(
+        SpecError, match=r"--out .*: the metrics of step \d: cannot be written: No space left on device; make room"
+    ):
+        train_small(config, tmp_path / "run")
+    assert "Traceback" not in capsys.readouterr().err
+    assert threading.excepthook is threading.__excepthook__

@@ -93,7 +93,7 @@ def test_a_profiled_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         write_samples(tmp_path), 1, 2, "num_steps=6", "strategy=static", "strategy_options={sp_degree: 2}"
     )
     out = tmp_path / "run"
-    prepare_folder(out, out / "checkpoints")
+    prepare_folder(config, out)
     run_training(config, load_data([config]), out, profile=True)
     rows = metrics(out)
 
@@ -123,7 +123,7 @@ def test_a_profiled_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(write_samples(tmp_path), 1, 1, "num_steps=2")
     out = tmp_path / "run"
-    prepare_folder(out, out / "checkpoints")
+    prepare_folder(config, out)
     run_training(config, load_data([config]), out, profile=True)
     assert "--profile: nothing to show, since it begins after 2 steps" in capsys.readouterr().err
     assert not (out / "profile" / "steps.json").exists()
@@ -132,7 +132,7 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_profile_changes_no_loss_and_holds_whole_steps_only(tmp_path: Path) -> None:
     config = small_config(write_samples(tmp_path), 1, 1, "num_steps=4")
     out = tmp_path / "profiled"
-    prepare_folder(out, out / "checkpoints")
+    prepare_folder(config, out)
     run_training(config, load_data([config]), out, profile=True)
     assert json.loads((out / "profile" / "steps.json").read_text())["num_steps"] == 2
     assert [row["loss"] for row in metrics(out)] == [row["loss"] for row in train_small(config, tmp_path / "plain")]

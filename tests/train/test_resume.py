@@ -66,10 +66,15 @@ def test_any_ranks_go_on_with_the_same_losses(samples: Path, whole: Any, tmp_pat
     assert list(step_folders(copy / "checkpoints")) == [8, 6, 3]
 
 
-def test_more_steps_than_before(samples: Path, whole: Any, tmp_path: Path) -> None:
+def test_more_and_fewer_steps_than_before(
+    samples: Path, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, expected = whole
     copy = stopped_after(out, 8, tmp_path / "run")
+    assert train_small(small_config(samples, 1, 1, *CHECKPOINTS, "num_steps=7"), copy, resume=True) == expected
+    assert "nothing to do: num_steps=7, and 8 steps are taken; raise num_steps" in capsys.readouterr().err
     rows = train_small(small_config(samples, 1, 1, *CHECKPOINTS, "num_steps=10"), copy, resume=True)
+    assert "nothing to do" not in capsys.readouterr().err
     assert rows[:8] == expected
     assert [row["step"] for row in rows] == list(range(10))
 
@@ -78,10 +83,10 @@ def test_more_steps_than_before(samples: Path, whole: Any, tmp_path: Path) -> No
     ("setting", "message"),
     [
         ("tokens_per_step=500", r"tokens_per_step is 500, but .*step-00000008 was saved with 600"),
-        ("model.hidden_size=64", "model is"),
+        ("model.hidden_size=64", r"--resume: model\.hidden_size is 64, but .*was saved with 32; this decides"),
         ("data.seed=1", r"data\.seed is 1"),
         ("data.planning_window_steps=2", r"data\.planning_window_steps is 2"),
-        ("data.max_samples=50", r"samples is '[0-9a-f]+', but"),
+        ("data.max_samples=50", r"samples is '[0-9a-f]+', but .*a hash over all tokens, which data\.source"),
     ],
 )
 def test_other_samples_or_weights_are_refused(
@@ -117,9 +122,9 @@ def test_resume_begins_where_there_is_nothing(
 def test_float32_goes_on_within_rounding_on_another_shape(samples: Path, tmp_path: Path) -> None:
     config = small_config(samples, 1, 2, *CHECKPOINTS, "sharding=fsdp", "dtype=float32")
     expected = train_small(config, tmp_path / "whole")
-    copy = stopped_after(tmp_path / "whole", 3, tmp_path / "other")
-    assert_same(
-        train_small(small_config(samples, 1, 1, *CHECKPOINTS, "dtype=float32"), copy, resume=True), expected, 1e-4
-    )
-    copy = stopped_after(tmp_path / "whole", 3, tmp_path / "same")
+    for name, (nodes, ranks, settings, _) in SHAPES.items():
+        copy = stopped_after(tmp_path / "whole", 3, tmp_path / name)
+        other = small_config(samples, nodes, ranks, *CHECKPOINTS, *settings, "dtype=float32")
+        assert_same(train_small(other, copy, resume=True), expected, 1e-4)
+    copy = stopped_after(tmp_path / "whole", 3, tmp_path / "alike")
     assert_same(train_small(config, copy, resume=True), expected, 0.0)

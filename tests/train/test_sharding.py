@@ -123,10 +123,11 @@ def test_all_of_it_on_sixteen_ranks(tmp_path: Path, strategy: str, sharding: str
 
 
 @pytest.mark.slow
-def test_dense_models_and_untied_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["fsdp", "hsdp"])
+def test_dense_models_and_untied_heads(tmp_path: Path, sharding: str) -> None:
     dense = dict.fromkeys(("num_experts", "experts_per_token", "moe_intermediate_size", "shared_intermediate_size"), 0)
     model = tiny_model(6, 3, **dense, intermediate_size=12, tie_embeddings=False)
-    check(tmp_path, 4, 1, model=model, sharding="fsdp")
+    check(tmp_path, 4, 1, model=model, sharding=sharding)
 
 
 def test_weights_start_alike_however_they_are_sharded(tmp_path: Path) -> None:
@@ -135,15 +136,18 @@ def test_weights_start_alike_however_they_are_sharded(tmp_path: Path) -> None:
     expected = HybridLM(config.model, ModelOptions(dtype=torch.float64, rope_theta=config.rope_theta))
 
     def main(world: ProcessWorld, device: torch.device) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
-        model = HybridLM(config.model, expected.options, device="meta")
-        shard_model(model, mesh)
-        model.materialize(device)
-        sizes = [sum(p.to_local().numel() for p in model.parameters())]
-        total = sum(p.numel() for p in model.parameters())
-        assert sum(row[0] for row in world.gather_ints(sizes)) == total, "each weight is on one rank only"
-        for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-            assert torch.equal(whole(p), other), name
+        larger = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+        experts_apart = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
+        for mesh, copies in ((experts_apart, 1), (larger["replicate", "shard"], 2)):
+            model = HybridLM(config.model, expected.options, device="meta")
+            shard_model(model, mesh)
+            model.materialize(device)
+            sizes = [sum(p.to_local().numel() for p in model.parameters())]
+            total = sum(p.numel() for p in model.parameters())
+            assert sum(row[0] for row in world.gather_ints(sizes)) == copies * total, "each weight once per copy"
+            assert {p.device_mesh.size() for p in model.parameters()} == {4}, "copies know one another"
+            for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+                assert torch.equal(whole(p), other), name
         shifted = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("shard", "ep"))
         with pytest.raises(SpecError, match=r"ranks \[[0-9], [0-9]\] along mesh dimension 'ep' are not consecutive"):
             shard_model(HybridLM(config.model, device="meta"), shifted)

@@ -19,7 +19,7 @@ from layerwise.errors import DataError, RankFailedError, SpecError
 from layerwise.train.config import load_config
 from layerwise.train.launch import launch
 from layerwise.train.loop import build_planner, build_sampler
-from layerwise.train.run import load_data, prepare_folder, run_training
+from layerwise.train.run import is_writer, load_data, prepare_folder, run_training
 from tests.train.cli import DEMO, SMALL, metrics, run, start
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
@@ -137,6 +137,7 @@ def test_bfloat16_is_close(runs: dict, tmp_path: Path) -> None:
 def test_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
     train(tmp_path / "run", "static", "--nproc", "8", *EIGHT_RANKS, "--set", "strategy_options.sp_degree=8", steps=1)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        ".lock",
         "config.yaml",
         "metrics.jsonl",
         "report.html",
@@ -150,14 +151,48 @@ def test_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
 def test_an_output_folder_belongs_to_one_run(tmp_path: Path) -> None:
     config = load_config(DEMO, [setting for setting in SMALL if setting != "--set"])
     corpus = load_data([config])
-    prepare_folder(tmp_path / "out", tmp_path / "out" / "checkpoints")
+    prepare_folder(config, tmp_path / "out")
     (tmp_path / "out" / "metrics.jsonl").touch()  # another run that started in the meantime
     with pytest.raises(SpecError, match="already holds a run"):
         run_training(config, corpus, tmp_path / "out")
     assert (tmp_path / "out" / "metrics.jsonl").exists(), "the other run's claim"
     (tmp_path / "file").touch()
-    with pytest.raises(SpecError, match="cannot be written"):
-        prepare_folder(tmp_path / "file" / "out", tmp_path / "file" / "out" / "checkpoints")
+    with pytest.raises(SpecError, match=r"cannot be written: .*Not a directory; make room"):
+        prepare_folder(config, tmp_path / "file" / "out")
+    saving = load_config(DEMO, ["checkpoint.every_steps=1", f"checkpoint.folder={tmp_path}/file/x"])
+    with pytest.raises(SpecError, match=r"checkpoints in .*file/x: cannot be written"):
+        prepare_folder(saving, tmp_path / "new")
+
+
+def test_who_owns_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "1")  # of something else than torchrun
+    assert is_writer()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not is_writer()
+    monkeypatch.setenv("RANK", "0")
+    assert is_writer()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the second would go on with the first one's checkpoints or remove them."""
+    monkeypatch.setattr("layerwise.train.run.LOCK_PATIENCE_S", 0.1)
+    config = load_config(DEMO, [setting for setting in SMALL if setting != "--set"])
+    corpus = load_data([config])
+    prepare_folder(config, tmp_path)
+
+    def another_run(*args: object, **options: object) -> None:
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        with pytest.raises(SpecError, match="another run is at work in this folder"):
+            run_training(config, corpus, tmp_path, resume=True)
+        with pytest.raises(SpecError, match="another run is at work in this folder"):
+            prepare_folder(config, tmp_path, overwrite=True)
+        assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+    monkeypatch.setattr("layerwise.train.run.launch", another_run)
+    run_training(config, corpus, tmp_path)
+    prepare_folder(config, tmp_path, overwrite=True)
+    assert not (tmp_path / "metrics.jsonl").exists(), "after its end"
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
@@ -174,7 +209,7 @@ def test_a_run_that_fails_before_its_first_step_gives_the_folder_back(
         run_training(config, load_data([config]), tmp_path)
     assert (tmp_path / "metrics.jsonl").exists() == bool(num_rows)
     if not num_rows:
-        prepare_folder(tmp_path, tmp_path / "checkpoints")
+        prepare_folder(config, tmp_path)
 
 
 def small_run(tmp_path: Path, rows: list[dict], *settings: str) -> list[str]:

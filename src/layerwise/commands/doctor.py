@@ -31,7 +31,7 @@ def doctor(
         int | None, typer.Option(min=1, help="Local ranks to start; by default one node's of the config, or 4.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; by default the config's.")] = None,
-    timeout_s: Annotated[float, typer.Option(min=1, help="How long ranks wait for one another.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=1, max=1e6, help="How long ranks wait for one another.")] = 60.0,
     json: Annotated[Path | None, typer.Option(help="Also write the findings to this file.")] = None,
 ) -> None:
     """Check versions, ranks, devices, network, clocks, links, folders and data; exit status 1 if something is wrong."""

@@ -78,7 +78,7 @@ def _run(
     from layerwise.train.launch import under_torchrun
     from layerwise.train.loop import build_planner
     from layerwise.train.results import print_and_report
-    from layerwise.train.run import checkpoint_folder, is_writer, load_data, prepare_folder, run_training
+    from layerwise.train.run import is_writer, load_data, prepare_folder, run_training
     from layerwise.train.tracking import load_wandb
 
     configs = [load_config(config, overrides, strategy=name, num_steps=steps) for name in strategies]
@@ -105,7 +105,7 @@ def _run(
     folders = [out] if len(configs) == 1 else [out / item.strategy for item in configs]
     if is_writer():
         for item, folder in zip(configs, folders, strict=True):
-            prepare_folder(folder, checkpoint_folder(item, folder), overwrite=overwrite, resume=resume)
+            prepare_folder(item, folder, overwrite=overwrite, resume=resume)
     corpus = load_data(configs)
     for item, folder in zip(configs, folders, strict=True):
         run_training(item, corpus, folder, resume=resume, profile=profile)

@@ -83,7 +83,7 @@ class DataConfig(SourceConfig):
     bad_rows: Literal["skip", "error"] = "error"
     cache_dir: str | None = Field(default=None, min_length=1)
     seed: int = Field(default=0, ge=0)
-    planning_window_steps: int = Field(default=1, ge=1)
+    planning_window_steps: int = Field(default=1, ge=1, le=1024)
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:

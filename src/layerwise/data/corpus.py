@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from layerwise.data.cache import cached_store
 from layerwise.data.config import DataConfig, SourceConfig, WeightedSource
-from layerwise.data.documents import DocumentReader
+from layerwise.data.documents import DocumentReader, refused
 from layerwise.data.ids import IGNORED_LABEL, check_ids
 from layerwise.data.limits import Limit
 from layerwise.data.report import CorpusReport, SourceReport
@@ -132,7 +132,7 @@ def _load_part(
     source = open_source(config, rows)
     store = _load_store(source, reader, data)
     if store.first_fault is not None and data.bad_rows == "error":
-        raise DataError(store.first_fault)
+        raise refused(store.first_fault)
     fitting = _fitting(store, limit)
     kept = _choose(fitting, config.max_samples, data.seed)
     lengths = np.array([limit.cut(length) for length in store.lengths[kept].tolist()], dtype=np.int64)
@@ -181,7 +181,7 @@ def _build_store(source: Source, reader: DocumentReader, writer: StoreWriter, sa
     for row, document in reader.read(source.read()):
         if isinstance(document, DataError):
             if not skip:
-                raise document
+                raise refused(document)
             first_fault = first_fault or str(document)
             counts["bad_rows" if row.number else "bad_files"] += 1
         elif not len(document.tokens):

@@ -33,6 +33,11 @@ class Document:
     is_chat: bool = False
 
 
+def refused(fault: DataError | str) -> DataError:
+    """What ends a run that does not skip bad rows."""
+    return DataError(f"{fault}; or set bad_rows to 'skip', which leaves out and counts what cannot be used")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentReader:
     """What rows become with one tokenizer, chat template and choice of column."""

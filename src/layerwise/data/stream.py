@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from layerwise.data.config import DataConfig
 from layerwise.data.corpus import Sample
-from layerwise.data.documents import Document, DocumentReader
+from layerwise.data.documents import Document, DocumentReader, refused
 from layerwise.data.ids import check_ids
 from layerwise.data.limits import Limit
 from layerwise.data.sources import Rows, open_source
@@ -54,7 +54,7 @@ class SampleStream:
         """The sample of a row; None for a row that is counted and left out."""
         if isinstance(document, DataError):
             if not self._skip_bad:
-                raise document
+                raise refused(document)
             self.counts["bad_rows" if row.number else "bad_files"] += 1
             return None
         name, length = self._source.name_of(row.file, row.number), len(document.tokens)

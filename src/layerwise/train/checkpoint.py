@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -281,10 +281,22 @@ def _move(path: Path, target: Path) -> None:
 def check_resumable(saved: RunState, now: RunState, path: Path) -> None:
     """Raise SpecError where a run that would now save `now` cannot go on from a checkpoint that holds `saved`."""
     kept = {key: saved.config.get(key) for key in ("model", "dtype", "rope_theta")} | saved.data
-    for key, was in kept.items():
-        value = (now.config | now.data).get(key)
-        if value != was:
-            raise SpecError(
-                f"--resume: {key} is {value!r}, but {path} was saved with {was!r}; this decides what the weights are "
-                "or which samples come next: give the same, or train into another --out"
-            )
+    ours = now.config | now.data
+    for key, was, value in _differences({key: (was, ours.get(key)) for key, was in kept.items()}):
+        raise SpecError(
+            f"--resume: {key} is {value!r}, but {path} was saved with {was!r}; this decides what the weights are or "
+            f"which samples come next{_SAMPLES if key == 'samples' else ''}: give the same, or train into another --out"
+        )
+
+
+_SAMPLES = " (it is a hash over all tokens, which data.source, tokenizer, limits and what is skipped decide)"
+
+
+def _differences(values: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Names with the two values that differ; of mappings those within."""
+    for key, (was, value) in values.items():
+        if isinstance(was, dict) and isinstance(value, dict):
+            inner = {f"{key}.{name}": (was.get(name), value.get(name)) for name in was | value}
+            yield from _differences(inner)
+        elif was != value:
+            yield key, was, value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -21,13 +21,15 @@ from layerwise.spec import (
     record_from,
 )
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Record):
     """AdamW with linear warm-up, then constant."""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     warmup_steps: int = Field(default=5, ge=0)
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
 
@@ -94,9 +96,9 @@ class TrainConfig(Record):
     )
     expert_parallel: int = Field(default=1, ge=1, description="consecutive ranks that share the experts of a layer")
     rope_theta: float = Field(default=10_000.0, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     prefetch_steps: int = Field(default=2, ge=1)
-    timeout_s: float = Field(default=300.0, gt=0, description="a collective that waits longer ends the run")
+    timeout_s: float = Field(default=300.0, gt=0, le=1e6, description="a collective that waits longer ends the run")
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerwise.errors import RankFailedError, SpecError
+from layerwise.errors import CollectiveError, RankFailedError, SpecError
 from layerwise.groups import ProcessWorld
 from layerwise.labels import ranks_label
 from layerwise.train.failing import LISTEN_S, LastWord, LastWords, by_value, run_to_the_end
-from layerwise.train.rendezvous import fresh_store
+from layerwise.train.rendezvous import connect, meet, open_store
 
 RankMain = Callable[[ProcessWorld, torch.device], None]
 # Beyond the time for last words, for a rank to notice that others have failed.
@@ -81,7 +80,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
-    world_size = int(os.environ["WORLD_SIZE"])
+    rank, world_size = _rank_and_world_size()
     if world_size != num_ranks:
         raise SpecError(
             f"torchrun started {world_size} ranks, the cluster spec has {num_ranks}: start {num_ranks}, or set "
@@ -90,15 +89,24 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
     torch_device = pick_device(device)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
-    timeout = timedelta(seconds=timeout_s)
-    shared_store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    store = fresh_store(shared_store, rank, world_size, timeout_s)
-    dist.init_process_group(_backend(torch_device), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    shared_store = open_store(rank, world_size, timeout_s)
+    store = dist.PrefixStore(meet(shared_store, rank, world_size, timeout_s), shared_store)
+    connect(store, rank, world_size, backend=_backend(torch_device), timeout_s=timeout_s)
     world = ProcessWorld(ranks_per_node, torch_device)
     word = run_to_the_end(lambda: main(world, torch_device), world, store, timeout_s)
     dist.destroy_process_group()
     if word is not None:
         raise RankFailedError(word.of(rank))
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    texts = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not all(text.isdecimal() for text in texts) or not int(texts[0]) < int(texts[1]):
+        raise SpecError(
+            "RANK={!r} and WORLD_SIZE={!r} are set, but ranks are whole numbers from 0 to WORLD_SIZE - 1; start ranks "
+            "with torchrun, or unset both to start them here".format(*texts)
+        )
+    return int(texts[0]), int(texts[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +123,8 @@ class _Rank:
     def run(self) -> LastWord | None:
         torch.set_num_threads(1)
         store, device = dist.FileStore(str(self.store), self.num_ranks), torch.device("cpu")
-        timeout = timedelta(seconds=self.timeout_s)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_ranks, timeout=timeout)
+        meet(store, self.rank, self.num_ranks, self.timeout_s)
+        connect(store, self.rank, self.num_ranks, backend="gloo", timeout_s=self.timeout_s)
         world = ProcessWorld(self.ranks_per_node, device)
         return run_to_the_end(lambda: self.main(world, device), world, store, self.timeout_s)
 
@@ -211,7 +219,9 @@ def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
     try:
         word = rank.run()
         status = 0 if word is None else 1
-    except Exception as error:  # before the ranks had met
+    except CollectiveError as error:  # others did not come
+        word = LastWord(where=error.where, why=error.reason, waited=True)
+    except Exception as error:
         word = LastWord(where="", why="".join(traceback.format_exception(error)).strip(), waited=False)
     finally:
         if word is not None:

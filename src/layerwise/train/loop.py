@@ -181,7 +181,10 @@ def _resume(
     path, state = found
     check_resumable(state, _run_state(state.step, config, corpus, checkpoints.world), path)
     checkpoints.load(path, model, optimizer, state)
-    watcher.say(f"going on from {path}: {state.step} steps taken, by {state.num_ranks} ranks")
+    ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
+    watcher.say(f"going on from {path}: {state.step} steps taken, by {ranks}")
+    if state.step >= config.num_steps:
+        watcher.say(f"nothing to do: num_steps={config.num_steps}, and {state.step} steps are taken; raise num_steps")
     return state.step
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -145,6 +146,12 @@ def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"exchange/{kind}/{key}", value
 
 
+def _without_disk_errors(args: Any) -> None:
+    """TensorBoard writes on a thread; what goes wrong there comes to us with the next call."""
+    if not isinstance(args.exc_value, OSError):
+        threading.__excepthook__(args)
+
+
 class Recorder:
     """Writes metrics.jsonl (flushed per step) and TensorBoard events into a folder; used by rank 0 only.
 
@@ -156,6 +163,7 @@ class Recorder:
         # Imported here: it costs seconds and only one rank writes.
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _without_disk_errors
         self._file = (folder / "metrics.jsonl").open("a+")
         self._file.truncate(_end_of_steps(self._file, first_step))
         self._events = SummaryWriter(folder / "tensorboard", purge_step=first_step)
@@ -163,13 +171,14 @@ class Recorder:
 
     def close(self) -> None:
         """Finish all of them."""
+        threading.excepthook = threading.__excepthook__
         self._file.close()
         self._events.close()
         if self._wandb is not None:
             self._wandb.close()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one step."""
+        """Append one step. Raises OSError where it, or an earlier one, cannot be written."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         scalars = dict(_scalars(row))

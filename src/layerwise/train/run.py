@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console, RenderableType
@@ -22,18 +25,20 @@ from layerwise.groups import ProcessWorld
 from layerwise.planners import STRATEGIES, Planner
 from layerwise.train.checkpoint import remove_checkpoints, step_folders
 from layerwise.train.config import TrainConfig
-from layerwise.train.launch import launch
+from layerwise.train.launch import launch, under_torchrun
 from layerwise.train.loop import build_planner, build_sampler, train
 from layerwise.train.metrics import Recorder, progress_line
 from layerwise.train.profile import PROFILE_FOLDER
 
-METRICS_FILE, CONFIG_FILE, REPORT_FILE = "metrics.jsonl", "config.yaml", "report.html"
+METRICS_FILE, CONFIG_FILE, REPORT_FILE, LOCK_FILE = "metrics.jsonl", "config.yaml", "report.html", ".lock"
 EVENTS_FOLDER, CHECKPOINT_FOLDER = "tensorboard", "checkpoints"
+# The ranks of a launcher that was killed end a moment after it.
+LOCK_PATIENCE_S = 10.0
 
 
 def is_writer() -> bool:
     """True in the process that owns the output folder: rank 0, or the one that will fork the ranks."""
-    return os.environ.get("RANK", "0") == "0"
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def checkpoint_folder(config: TrainConfig, out: Path) -> Path:
@@ -41,25 +46,71 @@ def checkpoint_folder(config: TrainConfig, out: Path) -> Path:
     return Path(config.checkpoint.folder) if config.checkpoint.folder else out / CHECKPOINT_FOLDER
 
 
-def prepare_folder(out: Path, checkpoints: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+def prepare_folder(config: TrainConfig, out: Path, *, overwrite: bool = False, resume: bool = False) -> None:
     """Make the folders of a run that begins, or with `resume` goes on where they hold one.
 
     Raises SpecError where they cannot be made, or hold a run that is neither to be replaced nor to go on.
     """
-    metrics, saved = out / METRICS_FILE, step_folders(checkpoints)
+    metrics, checkpoints = out / METRICS_FILE, checkpoint_folder(config, out)
+    saved = step_folders(checkpoints)
     if not overwrite and not resume and (metrics.exists() or saved):
         raise SpecError(_holds_a_run(out if metrics.exists() else checkpoints))
     if resume and saved and not metrics.exists():
         raise SpecError(f"--resume: {checkpoints} holds checkpoints, but {metrics} is not there; is --out the same?")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with _writing(f"--out {out}"):
+        _make(out)
         if overwrite:
-            metrics.unlink(missing_ok=True)
-            shutil.rmtree(out / EVENTS_FOLDER, ignore_errors=True)
-            shutil.rmtree(out / PROFILE_FOLDER, ignore_errors=True)
-            remove_checkpoints(checkpoints)
+            with _alone_in(out):
+                metrics.unlink(missing_ok=True)
+                shutil.rmtree(out / EVENTS_FOLDER, ignore_errors=True)
+                shutil.rmtree(out / PROFILE_FOLDER, ignore_errors=True)
+                remove_checkpoints(checkpoints)
+    if config.checkpoint.every_steps:
+        with _writing(f"checkpoints in {checkpoints}"):
+            _make(checkpoints)
+
+
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
+    """Raises SpecError where files or folders cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise SpecError(f"--out {out}: cannot be written: {error}") from None
+        path = f" {error.filename}:" if error.filename else ""
+        raise SpecError(
+            f"{what}: cannot be written:{path} {error.strerror or error}; make room or permit writing there, or name "
+            "another folder"
+        ) from None
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system drops with the last process of a run.
+
+    Raises SpecError where another run keeps it. Where the file system has no locks there is none.
+    """
+    with (out / LOCK_FILE).open("a") as file:
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while not _try_to_lock(file):
+            if time.monotonic() > deadline:
+                raise SpecError(f"{out}: another run is at work in this folder; end it, or choose another --out")
+            time.sleep(0.1)
+        yield
+
+
+def _try_to_lock(file: TextIO) -> bool:
+    with suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _holds_a_run(folder: Path) -> str:
@@ -134,17 +185,19 @@ def run_training(
 def _claim(config: TrainConfig, out: Path, resume: bool) -> Iterator[None]:
     """Of two runs started at once in one folder one ends here; a run without a step gives the folder back."""
     metrics = out / METRICS_FILE
-    try:
-        metrics.touch(exist_ok=resume)
-    except FileExistsError:
-        raise SpecError(_holds_a_run(out)) from None
-    try:
-        (out / CONFIG_FILE).write_text(config.to_yaml())
-        yield
-    finally:
-        Console(stderr=True).show_cursor()  # the rank that drew the progress bar may have been killed
-        if metrics.exists() and not metrics.stat().st_size:
-            metrics.unlink()
+    with _alone_in(out):
+        try:
+            metrics.touch(exist_ok=resume)
+        except FileExistsError:
+            raise SpecError(_holds_a_run(out)) from None
+        try:
+            with _writing(f"--out {out}"):
+                (out / CONFIG_FILE).write_text(config.to_yaml())
+            yield
+        finally:
+            Console(stderr=True).show_cursor()  # the rank that drew the progress bar may have been killed
+            if metrics.exists() and not metrics.stat().st_size:
+                metrics.unlink()
 
 
 def _check_longest(corpus: Corpus, planner: Planner) -> None:
@@ -198,7 +251,8 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         self._progress.start()
 
     def start(self, first_step: int) -> None:
-        self._recorder = Recorder(self._config, self._out, first_step)
+        with _writing(f"--out {self._out}"):
+            self._recorder = Recorder(self._config, self._out, first_step)
         self._progress.update(self._task, completed=first_step)
 
     def say(self, text: str) -> None:
@@ -206,7 +260,8 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
 
     def step(self, row: dict[str, Any]) -> None:
         assert self._recorder is not None, "start comes first"
-        self._recorder.write(row)
+        with _writing(f"--out {self._out}: the metrics of step {row['step']}"):
+            self._recorder.write(row)
         if not row["num_valid_tokens"]:
             self._warn_unlabelled(row["step"])
         self._progress.update(self._task, advance=1, info=progress_line(row))
@@ -224,4 +279,5 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         if self._unlabelled_steps > 1:
             self.say(f"warning: {self._unlabelled_steps} steps had no label")
         if self._recorder is not None:
-            self._recorder.close()
+            with _writing(f"--out {self._out}") if error[0] is None else suppress(OSError):
+                self._recorder.close()

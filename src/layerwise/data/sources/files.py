@@ -16,6 +16,7 @@ from layerwise.data.sources.rows import ROW_FORMATS, Format, Row, Source, read_r
 from layerwise.errors import DataError, SpecError
 
 MANIFEST = ".manifest"
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _FOREIGN_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 
@@ -62,6 +63,8 @@ def _find(config: SourceConfig) -> _Files:
     source = Path(config.source)
     named = source.suffix == MANIFEST or not source.is_dir()  # named one by one, not found in a folder
     if source.is_file():
+        if source.suffix in _COMPRESSED:
+            raise SpecError(f"source={config.source!r} is compressed, which is not read; decompress it first")
         if config.extensions:
             raise SpecError(f"extensions={list(config.extensions)} has no effect: source {config.source!r} is one file")
         root, found = source.parent, _listed(source) if source.suffix == MANIFEST else [source]
