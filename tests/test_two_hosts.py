@@ -68,14 +68,18 @@ def plan_of(strategy: str) -> StepPlan:
     return planner_of(strategy, CLUSTER)(step_lengths(2, 0))
 
 
-@pytest.mark.parametrize("strategy", ["redistribute", "halo", "joint"])
-def test_ranks_send_what_is_predicted_and_get_back_what_they_sent(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "overlap_parts"), [("redistribute", 1), ("halo", 1), ("joint", 1), ("dynamic", 2)]
+)
+def test_ranks_send_what_is_predicted_and_get_back_what_they_sent(strategy: str, overlap_parts: int) -> None:
     plan = plan_of(strategy)
 
     def on_rank(world: World) -> int:
         rank = Rank(world, COST, Alone())  # type: ignore[arg-type]
         rank.pacer.speed = float("inf")
-        rank.run(rank.prepare(plan))
+        rank.run(rank.prepare(plan, overlap_parts))
+        if overlap_parts > 1:  # all 16 ranks are one block: four calls per layer and part
+            assert len(rank.meter.calls) == 4 * MODEL.num_layers * overlap_parts
         return sum(count.slow_bytes for count in rank.meter.counts.values())
 
     prediction = COST.predict(plan)
@@ -147,9 +151,9 @@ def test_steps_have_wide_parents_that_repacking_and_joint_planning_improve(num_h
 def test_waiting_for_late_ranks_is_told_from_exchanging() -> None:
     pair, other = (0, 2), (2, 3)
     calls = [
-        [Call("full", pair, 1.0, 4.0), Call("sparse", pair, 5.0, 5.5)],
-        [Call("full", pair, 3.0, 4.5), Call("sparse", pair, 5.25, 5.75)],
-        [Call("full", other, 0.0, 9.0)],
+        [Call("full", pair, 1.0, 1.0, 4.0), Call("sparse", pair, 5.0, 5.0, 5.5)],
+        [Call("full", pair, 3.0, 3.0, 4.5), Call("sparse", pair, 5.25, 5.25, 5.75)],
+        [Call("full", other, 0.0, 0.0, 9.0)],
     ]
     assert spent_by_kind(calls) == [
         {"full": Spent(3.0, 2.0), "sparse": Spent(0.5, 0.25)},
@@ -158,8 +162,16 @@ def test_waiting_for_late_ranks_is_told_from_exchanging() -> None:
     ]
 
 
+def test_what_a_rank_computes_while_rows_travel_is_not_waiting() -> None:
+    """The last rank comes at 2: the first waits from 1.5, the second for what is left at 3, the third not at all."""
+    calls = [
+        [Call("full", (0, 3), begin_s, *rest)] for begin_s, *rest in ((1.0, 1.5, 4.0), (1.0, 3.0, 4.0), (2.0, 5.0, 5.0))
+    ]
+    assert spent_by_kind(calls) == [{"full": Spent(2.5, 0.5)}, {"full": Spent(1.0, 0.0)}, {"full": Spent(0.0, 0.0)}]
+
+
 def test_messages_between_hosts_are_those_to_peers_on_other_hosts() -> None:
-    calls = [Call("full", block, 0.0, 1.0) for block in ((0, 4), (0, 8), (0, 16), (0, 32))]
+    calls = [Call("full", block, 0.0, 0.0, 1.0) for block in ((0, 4), (0, 8), (0, 16), (0, 32))]
     assert [messages_between_hosts([call], 5, 8) for call in calls] == [0, 0, 8, 24]
     assert messages_between_hosts(calls[2:], 9, 8) == 8 + 24
 
@@ -224,12 +236,18 @@ REACHED = {
 }
 
 
-def results_of(rows: dict[str, tuple[float, float, float, int]], ratio: float = 7.0) -> Results:
+def results_of(rows: dict[str, tuple[float, float, float, int]], ratio: float = 7.0, overlap_parts: int = 1) -> Results:
     """Three repetitions, of which every second is as given, and the others are off by as much."""
     kinds = {"full_attention": 0.1, "sliding_attention": 0.1, "moves": 0.0}
     return Results(
         settings=Settings(
-            num_hosts=2, ratio=7.0, repetitions=3, strategies=tuple(rows), num_steps=1, folder=Path("/nowhere")
+            num_hosts=2,
+            ratio=7.0,
+            repetitions=3,
+            strategies=tuple(name for name in rows if "," not in name),
+            num_steps=1,
+            overlap_parts=overlap_parts,
+            folder=Path("/nowhere"),
         ),
         links=links_of(ratio),
         links_after=links_of(ratio),
@@ -279,6 +297,15 @@ def test_bytes_of_the_interface_are_compared_without_headers_and_messages_own() 
     extra = results.model_copy(update={"message_overhead_bytes": 99.0})  # 10 messages, so 10 bytes of 400 too many
     assert summarize(results)["repack"].bytes_error_pct == 0.0
     assert summarize(extra)["repack"].bytes_error_pct == pytest.approx(2.5)
+
+
+def test_a_step_with_overlap_may_be_shorter_than_predicted_but_not_longer() -> None:
+    rows = {"dynamic": REACHED["dynamic"], "static": REACHED["dynamic"]}
+    missed = ["dynamic, 2 parts: saves over none, %", "dynamic, 2 parts: step beyond predicted, %"]
+    for seconds, expected in ((5.0, []), (10.1, missed[:1]), (11.5, missed)):
+        results = results_of(rows | {"dynamic, 2 parts": (seconds, *REACHED["dynamic"][1:])}, overlap_parts=2)
+        assert [variant.name for variant in results.settings.variants] == ["dynamic", "dynamic, 2 parts", "static"]
+        assert [check.name for check in check_figures(results) if not check.reached] == expected
 
 
 def test_savings_are_taken_within_a_repetition() -> None:

@@ -20,11 +20,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.exchange import build
 from benchmarks.exchange.figures import Figure, report
-from benchmarks.exchange.measure import interleaved_s, peak_bytes
+from benchmarks.exchange.measure import interleaved_s, peak_bytes, ratio
 from benchmarks.exchange.peers import make_peers
 from benchmarks.exchange.plans import ELEMENT_BYTES, MB, MODEL, TOKEN_BYTES, plan_of
 from benchmarks.exchange.step import StepExchange, bare_calls, make_step
@@ -62,10 +63,12 @@ def speed_figures(world: World, strategies: Sequence[str], sizes: Sequence[float
             step = make_step(plan_of(strategy, world.num_ranks, megabytes), world, MODEL.hidden_size)
             bare = bare_calls(step)
             runs = {"exchange": step.run, "bare": bare.run, "copies": bare.run_with_copies}
-            ms = {name: 1000 * seconds for name, seconds in interleaved_s(runs, repeats).items()}
+            seconds = interleaved_s(runs, repeats)
+            ms = {name: 1000 * float(np.median(spent)) for name, spent in seconds.items()}
+            over_bare, _ = ratio(seconds["exchange"], seconds["bare"])
             detail = f"{ms['exchange']:.1f} ms; bare {ms['bare']:.1f}, with two copies {ms['copies']:.1f}"
             name = f"{megabytes:g} MB, {strategy}"
-            yield Figure(name, ms["exchange"] / ms["bare"], MAX_OVER_BARE, "x bare", detail)
+            yield Figure(name, over_bare, MAX_OVER_BARE, "x bare", detail)
 
 
 def memory_figures(world: World, strategies: Sequence[str]) -> Iterator[Figure]:
@@ -93,14 +96,15 @@ def _extra_over_buffers(step: StepExchange, kind: str) -> float:
 
 
 def peer_figures(world: World, sizes: Sequence[float], repeats: int) -> Iterator[Figure]:
-    """Our time over each peer's, where one sample is spread evenly."""
+    """Our time over each peer's, where one sample is spread evenly; slower by more than the spread is slower."""
     for megabytes in sizes:
         runs = make_peers(world, int(megabytes * MB / TOKEN_BYTES))
         seconds = interleaved_s(runs, repeats)
         ours = seconds.pop("layerwise")
         for name, theirs in seconds.items():
-            detail = f"{1000 * ours:.1f} ms; theirs {1000 * theirs:.1f}"
-            yield Figure(f"{megabytes:g} MB, over {name}", ours / theirs, 1.0, "x theirs", detail)
+            detail = f"{1000 * np.median(ours):.1f} ms; theirs {1000 * np.median(theirs):.1f}"
+            over_theirs, spread = ratio(ours, theirs)
+            yield Figure(f"{megabytes:g} MB, over {name}", over_theirs, 1.0, "x theirs", detail, tolerance=spread)
 
 
 def build_figures(strategies: Sequence[str], repeats: int) -> Iterator[Figure]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from statistics import median
 from time import perf_counter
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from layerwise.cost import Floats
 
-def interleaved_s(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds from one barrier to the next, one function after the other in every repetition."""
+
+def interleaved_s(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Floats]:
+    """Seconds from one barrier to the next, float64 [repeats]; one function after the other in every repetition."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repetition in range(repeats + 1):
         for name, run in functions.items():
@@ -21,7 +23,13 @@ def interleaved_s(functions: Mapping[str, Callable[[], object]], repeats: int) -
             dist.barrier()
             if repetition:  # the first warms up
                 seconds[name].append(perf_counter() - start)
-    return {name: median(spent) for name, spent in seconds.items()}
+    return {name: np.array(spent) for name, spent in seconds.items()}
+
+
+def ratio(ours: Floats, theirs: Floats) -> tuple[float, float]:
+    """Median over repetitions of the quotient within one, and half the distance of its quartiles."""
+    low, middle, high = np.percentile(ours / theirs, [25, 50, 75]).tolist()
+    return middle, (high - low) / 2
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

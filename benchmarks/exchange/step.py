@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -118,11 +119,13 @@ class Calls:
 def _both_ways(maps: tuple[RowMap, ...], widths: list[int], comm: GroupComm | None) -> list[Call]:
     if comm is None:
         return []
-    there, back = (_elements([getattr(m, end) for m in maps], widths) for end in ("src", "dst"))
+    there, back = (_elements([getattr(m, end) for m in maps], widths, comm.block.size) for end in ("src", "dst"))
     return [(comm.group, there, back), (comm.group, back, there)]
 
 
-def _elements(sides: list[Side], widths: list[int]) -> list[int]:
+def _elements(sides: list[Side], widths: list[int], num_peers: int) -> list[int]:
     """Elements per peer, those of the rank itself included."""
-    rows = ([sum(piece.num_rows for piece in pieces) for pieces in side.pieces] for side in sides)
-    return [sum(w * n for w, n in zip(widths, counts, strict=True)) for counts in zip(*rows, strict=True)]
+    elements = np.zeros(num_peers, np.int64)
+    for side, width in zip(sides, widths, strict=True):
+        np.add.at(elements, side.peer, side.pieces.sizes * width)
+    return elements.tolist()

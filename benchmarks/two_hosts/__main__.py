@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> Results:
             repetitions=options.repetitions,
             strategies=tuple(options.strategies.split(",")),
             num_steps=options.steps,
+            overlap_parts=options.overlap_parts,
             folder=folder,
         )
         argument = folder / "settings.json"
@@ -92,6 +93,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, choices=range(1, len(LONG_TOKENS[2]) + 1), default=1)
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="figures need the ones they compare")
+    parser.add_argument(
+        "--overlap-parts", type=int, choices=range(1, 5), default=2, help="of further rows with overlap; 1: none"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything measured and predicted")
     parser.add_argument("--png", type=Path, metavar="FILE", help="a picture of the tables; needs matplotlib")
     return parser.parse_args()

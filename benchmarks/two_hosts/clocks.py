@@ -1,4 +1,4 @@
-"""When each all-to-all began and ended on every rank, and what of that was waiting for a rank that came late."""
+"""When ranks began all-to-alls and waited for them, and what of that was waiting for a rank that came late."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from layerwise.traffic import Block
 
 
 class Call(NamedTuple):
-    """One all-to-all on one rank: what for, among which ranks, and when, on a clock that all ranks share."""
+    """One all-to-all on one rank: what for, among which ranks, and when, on a clock that all ranks share.
+
+    Between `begin_s` and `wait_s` the rank did something else.
+    """
 
     kind: str
     block: tuple[int, int]
     begin_s: float
+    wait_s: float
     end_s: float
 
 
@@ -75,19 +79,20 @@ class _TimedComm:
         pending = self.inner.start_all_to_all(send, recv, send_splits, recv_splits)
         return _TimedPending(pending, partial(self._log, self.meter.kind, begin_s))
 
-    def _log(self, kind: str, begin_s: float) -> None:
-        self.meter.calls.append(Call(kind, (self.block.lo, self.block.hi), begin_s, time.monotonic()))
+    def _log(self, kind: str, begin_s: float, wait_s: float) -> None:
+        self.meter.calls.append(Call(kind, (self.block.lo, self.block.hi), begin_s, wait_s, time.monotonic()))
         self.after_exchange()
 
 
 @dataclass(frozen=True, eq=False)
 class _TimedPending:
     inner: Pending
-    after: Callable[[], None]
+    after: Callable[[float], None]
 
     def wait(self) -> None:
+        wait_s = time.monotonic()
         self.inner.wait()
-        self.after()
+        self.after(wait_s)
 
 
 def messages_between_hosts(calls: Iterable[Call], rank: int, ranks_per_host: int) -> int:
@@ -98,7 +103,7 @@ def messages_between_hosts(calls: Iterable[Call], rank: int, ranks_per_host: int
 
 
 class Spent(NamedTuple):
-    """Seconds of one rank in the exchanges of one kind: in all, and of these before the last rank had come."""
+    """Seconds that one rank waited in exchanges of one kind: in all, and of these before the last rank had come."""
 
     exchange_s: float
     wait_s: float
@@ -118,9 +123,9 @@ def spent_by_kind(calls_of: Sequence[Iterable[Call]]) -> list[dict[str, Spent]]:
     for calls in numbered:
         by_kind: dict[str, Spent] = defaultdict(lambda: Spent(0.0, 0.0))
         for number, call in calls:
-            wait_s = min(last_s[call.block, number], call.end_s) - call.begin_s
-            exchange_s, waited_s = by_kind[call.kind]
-            by_kind[call.kind] = Spent(exchange_s + call.end_s - call.begin_s, waited_s + wait_s)
+            late_s = max(min(last_s[call.block, number], call.end_s) - call.wait_s, 0.0)
+            exchange_s, wait_s = by_kind[call.kind]
+            by_kind[call.kind] = Spent(exchange_s + call.end_s - call.wait_s, wait_s + late_s)
         spent.append(dict(by_kind))
     return spent
 

@@ -45,13 +45,13 @@ def plot_results(results: Results) -> Figure:
 
 
 def _draw_steps(ax: Axes, measured: dict[str, Measured]) -> None:
-    colours = colours_of({name: [] for name in measured})
-    for y, (name, row) in enumerate(measured.items()):
-        ax.barh(y, row.step_s, 0.62, color=colours[name])
+    colours = colours_of({row.variant.strategy: [] for row in measured.values()})
+    for y, row in enumerate(measured.values()):
+        ax.barh(y, row.step_s, 0.62, color=colours[row.variant.strategy])
         ax.plot([row.seconds.min(), row.seconds.max()], [y, y], color=INK, linewidth=1.2)
         ax.plot(row.predicted_s, y, "D", color=PAPER, markeredgecolor=INK, markersize=5)
         ax.annotate(f"{row.step_s:.2f} s", (0, y), (6, 0), textcoords="offset points", va="center", color=PAPER)
-    ax.plot([], [], "D", color=PAPER, markeredgecolor=INK, markersize=5, label="predicted")
+    ax.plot([], [], "D", color=PAPER, markeredgecolor=INK, markersize=5, label="predicted, no overlap")
     ax.plot([], [], color=INK, linewidth=1.2, label="fastest to slowest")
     ax.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2)
     ax.set_title("Seconds of a step", loc="left", fontsize=11, color=INK, fontweight="bold")

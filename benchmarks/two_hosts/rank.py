@@ -21,7 +21,7 @@ from benchmarks.two_hosts.clocks import Call, messages_between_hosts, spent_by_k
 from benchmarks.two_hosts.hosts import DEVICE
 from benchmarks.two_hosts.links import Links, adjust, measure_links
 from benchmarks.two_hosts.meeting import meeting_point
-from benchmarks.two_hosts.records import Predicted, Results, Run, Settings
+from benchmarks.two_hosts.records import Predicted, Results, Run, Settings, Variant
 from benchmarks.two_hosts.shaping import LOOPBACK, Sent, read_sent, shape
 from benchmarks.two_hosts.step import PacedMicrobatch, Rank
 from benchmarks.two_hosts.workload import (
@@ -49,7 +49,7 @@ OVERHEAD_CALLS = 20
 # Compute of the repetition that is not measured: groups connect, memory is touched, rows are seen to come back.
 WARM_UP_SPEED = 100.0
 
-Key = tuple[str, int]
+Key = tuple[Variant, int]  # and a step
 
 
 @record
@@ -101,8 +101,8 @@ def run_bench(settings: Settings, world: World) -> Results | None:
 
 
 def measure_all(settings: Settings, rank: Rank, plans: dict[Key, StepPlan]) -> list[Run]:
-    """Every step of every strategy in every repetition, after one that is not measured; empty but on rank 0."""
-    prepared = {key: rank.prepare(plan) for key, plan in plans.items()}
+    """Every step of every variant in every repetition, after one that is not measured; empty but on rank 0."""
+    prepared = {key: rank.prepare(plan, key[0].overlap_parts) for key, plan in plans.items()}
     runs: list[Run] = []
     for repetition in range(-1, settings.repetitions):
         keys = order(plans, repetition)
@@ -167,20 +167,21 @@ def is_first_on_host() -> bool:
 
 
 def make_plans(settings: Settings, world: World, cluster: ClusterSpec) -> dict[Key, StepPlan]:
-    """The plan of every strategy and step; each rank makes some, and all get all."""
+    """The plan of every variant and step; each rank makes some, and all get all."""
     keys = [(strategy, step) for strategy in settings.strategies for step in range(settings.num_steps)]
     mine = {
         (strategy, step): planner_of(strategy, cluster)(step_lengths(settings.num_hosts, step))
         for strategy, step in keys[world.rank :: world.num_ranks]
     }
-    made: list[dict[Key, StepPlan]] = [{} for _ in range(world.num_ranks)]
+    made: list[dict[tuple[str, int], StepPlan]] = [{} for _ in range(world.num_ranks)]
     dist.all_gather_object(made, mine)
     plans = {key: plan for part in made for key, plan in part.items()}
-    return {key: plans[key] for key in keys}
+    steps = range(settings.num_steps)
+    return {(variant, step): plans[variant.strategy, step] for variant in settings.variants for step in steps}
 
 
 def order(plans: dict[Key, StepPlan], repetition: int) -> list[Key]:
-    """All strategies and steps, in another order in each repetition."""
+    """All variants and steps, in another order in each repetition."""
     keys = list(plans)
     return [keys[i] for i in np.random.default_rng(repetition + 1).permutation(len(keys))]
 
@@ -215,12 +216,12 @@ def measure(rank: Rank, microbatches: list[PacedMicrobatch]) -> Measured:
 
 def to_runs(keys: list[Key], repetition: int, measured: list[list[Measured]]) -> Iterator[Run]:
     """The steps of one repetition from what every rank measured, `measured[rank][step]`."""
-    for (strategy, step), ranks in zip(keys, zip(*measured, strict=True), strict=True):
+    for (variant, step), ranks in zip(keys, zip(*measured, strict=True), strict=True):
         spent = spent_by_kind([rank.calls for rank in ranks])
         kinds = sorted({kind for by_kind in spent for kind in by_kind})
         seconds = {kind: [by_kind.get(kind, (0.0, 0.0)) for by_kind in spent] for kind in kinds}
         yield Run(
-            strategy=strategy,
+            strategy=variant.name,
             step=step,
             repetition=repetition,
             step_s=ranks[0].seconds,
@@ -247,7 +248,7 @@ def _predict(key: Key, prediction: StepPrediction, cost: CostModel) -> Predicted
     }
     kinds = prediction.kinds.values()
     return Predicted(
-        strategy=key[0],
+        strategy=key[0].name,
         step=key[1],
         step_s=prediction.seconds,
         mfu=prediction.mfu,

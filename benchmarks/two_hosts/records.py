@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.two_hosts.links import Links
 from benchmarks.two_hosts.shaping import Sent
+from benchmarks.two_hosts.workload import OVERLAPPED
 from layerwise.spec import Record
 
 
+class Variant(NamedTuple):
+    """What one row of the tables measures: a strategy, its attention sites in so many parts."""
+
+    strategy: str
+    overlap_parts: int
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        return self.strategy if self.overlap_parts == 1 else f"{self.strategy}, {self.overlap_parts} parts"
+
+
 class Settings(Record):
-    """One bench. folder: for files that the command and its ranks share."""
+    """One bench. overlap_parts: of further rows with overlap; 1: none. folder: what command and ranks share."""
 
     num_hosts: int
     ratio: float
     repetitions: int
     strategies: tuple[str, ...]
     num_steps: int
+    overlap_parts: int
     folder: Path
+
+    @property
+    def variants(self) -> list[Variant]:
+        """What is measured, those with overlap beside those without."""
+        parts = sorted({1, self.overlap_parts})
+        every = [Variant(strategy, num) for strategy in self.strategies for num in parts]
+        return [variant for variant in every if variant.overlap_parts == 1 or variant.strategy in OVERLAPPED]
 
     @property
     def num_runs(self) -> int:
         """Steps that are run, those of the warm-up included."""
-        return (1 + self.repetitions) * self.num_steps * len(self.strategies)
+        return (1 + self.repetitions) * self.num_steps * len(self.variants)
 
     @property
     def meeting_path(self) -> Path:
@@ -41,7 +63,7 @@ class Settings(Record):
 
 
 class Predicted(Record):
-    """What the cost model says of one plan. exchange_s: by layer kind and for moves, of the slowest rank."""
+    """What the cost model says of one plan, without overlap. exchange_s: as in Run, of the slowest rank."""
 
     strategy: str
     step: int
@@ -54,9 +76,9 @@ class Predicted(Record):
 class Run(Record):
     """One step as it was measured.
 
-    exchange_s, wait_s: by layer kind and for moves, seconds of each rank in all-to-alls, and of these before the last
-    rank had come. counted_bytes, messages: sent between hosts, as the runtime counts; sent: by the interfaces of all
-    hosts.
+    strategy: the variant's name. exchange_s, wait_s: by layer kind and for moves, seconds that each rank waited in
+    all-to-alls, and of these before the last rank had come. counted_bytes, messages: sent between hosts, as the
+    runtime counts; sent: by the interfaces of all hosts.
     """
 
     strategy: str

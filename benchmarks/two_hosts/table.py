@@ -18,7 +18,8 @@ def render(results: Results, console: Console) -> None:
         f"measured, compute is [bold]paced[/bold]: ranks wait for as long as the cost model says. Model "
         f"{'-'.join(kind[0].upper() for kind in MODEL.layer_types)} (F full, S sliding attention). "
         f"{settings.num_steps} step(s) of {results.tokens} tokens, longest sample {results.longest_tokens}; "
-        f"{settings.repetitions} repetitions, strategies in another order in each; medians."
+        f"{settings.repetitions} repetitions, strategies in another order in each; medians. Predictions are without "
+        "overlap."
     )
     console.print(f"Links of a rank, before: {results.links.describe()}.")
     console.print(f"Links of a rank, after: {results.links_after.describe()}.")
@@ -59,7 +60,7 @@ def _exchanges(measured: dict[str, Measured]) -> TableRows:
             (most, mean), (most_wait, mean_wait) = row.transfer_s(kind), row.wait_s(kind)
             times = [most, mean, row.predicted_exchange_s(kind), most_wait, mean_wait]
             rows.append([name, kind, *(f"{seconds:.3f}" for seconds in times)])
-    title = "Seconds of a step in all-to-alls: since their last rank had come, and before, waiting for it"
+    title = "Seconds of a step that ranks waited in all-to-alls: since the last rank had come, and before, for it"
     return title, ["strategy", "layers", "slowest rank", "mean rank", "model", "waiting, slowest", "mean"], rows
 
 

@@ -15,6 +15,8 @@ from layerwise.planners import Planner
 from layerwise.spec import FULL, SLIDING, ClusterSpec, ModelSpec
 
 STRATEGIES = ("static", "dynamic", "halo", "redistribute", "repack", "repack+parents", "joint")
+# Those that are measured with overlap too: attention sites in parts, of which some travel while others compute.
+OVERLAPPED = ("dynamic", "repack+parents")
 RANKS_PER_HOST = 8
 MAX_TOKENS_PER_RANK = 512
 # What links are shaped to, per rank while all ranks are busy. They are slow so that the time that two cores take to

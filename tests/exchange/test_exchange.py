@@ -9,12 +9,13 @@ import torch
 from layerwise import LocalWorld
 from layerwise.exchange import STAGING
 from layerwise.groups import World
+from layerwise.kernels.rows import Pieces
 from layerwise.plan import StepPlan
 from layerwise.route import Runs, build_route, cut, runs
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import exchange_blocks
 from tests.exchange.sites import assert_close, run_rank, run_sites
-from tests.exchange.test_rows import rows_of
+from tests.exchange.test_rows import units_of
 from tests.random_plans import random_step
 from tests.runtime.test_attention_site import run_site
 
@@ -40,12 +41,11 @@ def test_runs_are_joined_and_cut() -> None:
     """Tokens of one head out of four: 0-1 and 2-69 join, 80 and 85 share an index, 3 goes back, 7 has another peer."""
     tokens, lengths, peers = [0, 2, 80, 85, 3, 7], [2, 68, 1, 2, 1, 1], [0, 0, 0, 0, 0, 1]
     columns = [np.array(column) for column in (peers, peers, [4 * t + 1 for t in tokens], [4] * 6, [1] * 6, lengths)]
-    (pieces,) = cut(Runs(*columns))
-    assert {peer: len(of_peer) for peer, of_peer in pieces.items()} == {0: 3, 1: 1}
-    block, listed, back = pieces[0]
-    assert (block.num_tokens, block.tokens, rows_of(block)) == (70, None, [4 * t + 1 for t in range(70)])
-    assert rows_of(listed) == [321, 341, 345]
-    assert (rows_of(back), rows_of(pieces[1][0])) == ([13], [29])
+    (found,) = cut(Runs(*columns))
+    assert found.peer.tolist() == [0, 0, 0, 1]
+    pieces = Pieces(found.table, torch.from_numpy(found.listed))
+    assert units_of(pieces) == [[4 * t + 1 for t in range(70)], [321, 341, 345], [13], [29]]
+    assert [block.tokens is None for block in pieces.blocks] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -57,10 +57,10 @@ def test_tiles_get_each_row_once_and_rows_that_stay_match(seed: int) -> None:
             route = build_route(plan.microbatches[0], kind, spec, rank, blocks)
             me = 0 if route.block is None else rank - route.block.lo
             for row_map in route.to_tiles:
-                arriving = [row for pieces in row_map.dst.pieces for piece in pieces for row in rows_of(piece)]
+                arriving = [row for rows in units_of(row_map.dst.pieces) for row in rows]
                 assert sorted(arriving) == list(range(row_map.dst.num_rows))
-                own = zip(row_map.src.pieces[me], row_map.dst.pieces[me], strict=True)
-                assert all((a.num_tokens, a.width) == (b.num_tokens, b.width) for a, b in own)
+                own = [side.pieces.table[side.peer == me] for side in (row_map.src, row_map.dst)]
+                assert own[0][:, 2:4].tolist() == own[1][:, 2:4].tolist()  # width, num_tokens
 
 
 def test_buffers_with_old_contents_change_nothing() -> None:

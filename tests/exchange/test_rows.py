@@ -17,7 +17,7 @@ from torch import Tensor
 from layerwise import LocalWorld
 from layerwise.exchange import Site, exchange
 from layerwise.groups import World
-from layerwise.kernels.rows import Moves, Piece, move_rows
+from layerwise.kernels.rows import Moves, Pieces, move_rows
 from layerwise.runtime import build_routes, plan_blocks
 from layerwise.spec import AttentionSpec
 from tests.random_plans import random_step
@@ -39,30 +39,38 @@ def mover(request: pytest.FixtureRequest) -> Mover:
     return move_rows if request.param == "torch" else triton_mover()
 
 
-def rows_of(piece: Piece) -> list[int]:
-    tokens = range(piece.span) if piece.tokens is None else piece.tokens.tolist()
-    return [piece.first + t * piece.stride + j for t in tokens for j in range(piece.width)]
+def units_of(pieces: Pieces) -> list[list[int]]:
+    """The rows, or the elements, of each piece in order."""
+    units = []
+    for block in pieces.blocks:
+        tokens = range(block.size[0]) if block.tokens is None else block.tokens.tolist()
+        units.append([block.first + t * block.strides[0] + i for t in tokens for i in range(block.size[1])])
+    return units
 
 
 def expected(x: Tensor, out: Tensor, moves: Moves, add: bool) -> Tensor:
-    """One row at a time, where both tensors have rows of C elements; else one element at a time."""
-    result = out.clone()
-    for source, target in zip(moves.sources, moves.targets, strict=True):
-        flat_source = [(r, c) for r in rows_of(source) for c in range(x.shape[1])]
-        flat_target = [(r, c) for r in rows_of(target) for c in range(out.shape[1])]
-        for here, there in zip(flat_source, flat_target, strict=True):
-            result[there] = result[there] + x[here].to(out.dtype) if add else x[here]
-    return result
+    """One element at a time."""
+    result = out.flatten().clone()
+    for source, target in zip(units_of(moves.sources), units_of(moves.targets), strict=True):
+        for here, there in zip(source, target, strict=True):
+            value = x.flatten()[here]
+            result[there] = result[there] + value.to(out.dtype) if add else value
+    return result.view_as(out)
 
 
-def index(*tokens: int) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64)
+def pieces_of(*pieces: tuple[int, int, int, int, int, list[int]]) -> Pieces:
+    """Each by first, stride, width, num_tokens, span, and the tokens that it has, [] for all."""
+    rows, listed = [], list[int]()
+    for *row, tokens in pieces:
+        rows.append([*row, len(listed) if tokens else -1])
+        listed += tokens
+    return Pieces(np.array(rows), torch.tensor(listed, dtype=torch.int64))
 
 
-# Of [12 tokens x 4 heads] rows: a block, a long block of one head, and tokens that are listed.
-ROWS = (Piece(2, 4, 2, 3, 3), Piece(0, 4, 1, 12, 12), Piece(15, 4, 1, 3, 9, index(0, 3, 8)))
-FLAT = (Piece(5, 10, 10, 3, 3), Piece(40, 5, 5, 12, 12), Piece(100, 5, 5, 3, 3))
-PACKED = (Piece(0, 2, 2, 3, 3), Piece(6, 1, 1, 12, 12), Piece(18, 1, 1, 3, 4, index(0, 1, 3)))
+# Of [12 tokens x 4 heads] rows of 5 elements: a block, a long block of one head, and tokens that are listed.
+ROWS = pieces_of((2, 4, 2, 3, 3, []), (0, 4, 1, 12, 12, []), (15, 4, 1, 3, 9, [0, 3, 8])).in_elements(5)
+FLAT = pieces_of((5, 10, 10, 3, 3, []), (40, 5, 5, 12, 12, []), (100, 5, 5, 3, 3, []))
+PACKED = pieces_of((0, 2, 2, 3, 3, []), (6, 1, 1, 12, 12, []), (18, 1, 1, 3, 4, [0, 1, 3])).in_elements(5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -84,17 +92,19 @@ def test_moves_equal_a_loop(mover: Mover, way: str, dtype: torch.dtype) -> None:
 
 def test_rows_named_by_several_pieces_are_summed(mover: Mover) -> None:
     flat, out = torch.arange(1.0, 13.0).view(-1, 1), torch.zeros(6, 1)
-    twice = (Piece(0, 1, 1, 6, 6), Piece(2, 1, 1, 3, 3), Piece(0, 1, 1, 3, 6, index(1, 2, 5)))
-    mover(flat, out, Moves((Piece(0, 1, 1, 6, 6), Piece(6, 1, 1, 3, 3), Piece(9, 1, 1, 3, 3)), twice), add=True)
+    sources = pieces_of((0, 1, 1, 6, 6, []), (6, 1, 1, 3, 3, []), (9, 1, 1, 3, 3, []))
+    twice = pieces_of((0, 1, 1, 6, 6, []), (2, 1, 1, 3, 3, []), (0, 1, 1, 3, 6, [1, 2, 5]))
+    mover(flat, out, Moves(sources, twice), add=True)
     assert out.flatten().tolist() == [1.0, 2 + 10, 3 + 7 + 11, 4 + 8, 5 + 9, 6 + 12]
 
 
 def test_long_and_wide_pieces(mover: Mover) -> None:
     """More tokens than one program takes, and more elements of each than fit one block."""
     x = torch.randn(70 * 3, 150, generator=torch.Generator().manual_seed(1))
-    order = index(*np.random.default_rng(0).permutation(70).tolist())
+    order = np.random.default_rng(0).permutation(70).tolist()
     out = torch.zeros(140, 150)
-    mover(x, out, Moves((Piece(1, 3, 2, 70, 70, order),), (Piece(0, 2, 2, 70, 70),)), add=False)
+    sources, targets = pieces_of((1, 3, 2, 70, 70, order)), pieces_of((0, 2, 2, 70, 70, []))
+    mover(x, out, Moves(sources.in_elements(150), targets.in_elements(150)), add=False)
     assert torch.equal(out.view(70, 2, 150), x.view(70, 3, 150)[:, 1:][order])
 
 

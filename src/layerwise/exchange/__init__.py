@@ -20,6 +20,7 @@ from layerwise.exchange.collective import (
     depart,
     exchange,
     land,
+    profiler_range,
     range_name,
 )
 from layerwise.exchange.graph_break import outside_graph
@@ -43,6 +44,7 @@ __all__ = [
     "first_line",
     "land",
     "outside_graph",
+    "profiler_range",
     "range_name",
     "waiting",
 ]

@@ -8,6 +8,7 @@ a rank whose rows are all its own runs no collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -122,6 +123,11 @@ def range_name(name: str, kind: str) -> str:
     return f"layerwise.{name}.{kind}"
 
 
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """What a profiler sees under this name. Without one it costs nothing: a range takes as long as a small copy."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
 @outside_graph
 def exchange(tensors: tuple[Tensor, ...], maps: tuple[RowMap, ...], site: Site) -> tuple[Tensor, ...]:
     """Move rows of several tensors in one all-to-all.
@@ -204,24 +210,25 @@ class _Leg:
 
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         self.site.progress.at = self.point
-        with record_function(self.range_name):
+        with profiler_range(self.range_name):
             self._begin(tensors)
 
     def complete(self, outs: list[Tensor]) -> None:
         self.site.progress.at = self.point
-        with record_function(self.range_name):
+        with profiler_range(self.range_name):
             self._complete(outs)
 
     def _begin(self, tensors: tuple[Tensor, ...]) -> None:
         comm = self.site.comm
         self.tensors = tensors
-        self.wire = wire = wire_of(self.maps, tuple(x.shape[1] for x in tensors), 0 if comm is None else comm.peer)
+        me, num_peers = (0, 1) if comm is None else (comm.peer, comm.block.size)
+        self.wire = wire = wire_of(self.maps, tuple(x.shape[1] for x in tensors), me, num_peers)
         if comm is None:
             return
         splits = wire.send_splits, wire.recv_splits
         self.send, self.recv = (STAGING.take(sum(elements), like=tensors[0]) for elements in splits)
         for x, moves in zip(tensors, wire.pack, strict=True):
-            move_rows(x, self.send.unsqueeze(1), moves, add=False)
+            move_rows(x, self.send, moves, add=False)
         self.site.meter.add(self.site.kind, comm, [n * self.send.dtype.itemsize for n in wire.send_splits])
         self.pending = comm.start_all_to_all(self.send, self.recv, *splits)
 
@@ -234,7 +241,7 @@ class _Leg:
             with waiting(self.site.progress, comm.block.lo + comm.peer, comm.block), clock:
                 self.pending.wait()
             for out, moves, add in zip(outs, self.wire.unpack, adds, strict=True):
-                move_rows(self.recv.unsqueeze(1), out, moves, add=add)
+                move_rows(self.recv, out, moves, add=add)
             STAGING.give(self.send, self.recv)
             del self.send, self.recv, self.pending
         self.tensors = ()

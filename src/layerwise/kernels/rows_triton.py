@@ -6,7 +6,6 @@ added may name the same rows, so they run one after another: sums have one order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerwise.kernels.rows import Moves, Piece
+from layerwise.kernels.rows import Moves, Pieces
 from layerwise.plan import Ints
 
 CHUNK_TOKENS = 16
@@ -83,39 +82,37 @@ _launches: WeakKeyDictionary[Moves, _Launches] = WeakKeyDictionary()
 
 def move_rows_triton(x: Tensor, out: Tensor, moves: Moves, *, add: bool) -> None:
     """See move_rows."""
-    if not moves.sources:
+    if not len(moves.sources):
         return
     if moves not in _launches:
-        _launches[moves] = _prepare(moves, x.shape[1], out.shape[1], x.device)
+        _launches[moves] = _prepare(moves, x.device)
     chunks, listed, ends, align = _launches[moves]
     cuts = [0, *ends] if add else [0, ends[-1]]
     for begin, end in pairwise(cuts):
         _move_kernel[(end - begin,)](x, out, chunks[begin:], listed, add, CHUNK_TOKENS, BLOCK_ELEMENTS, align)
 
 
-def _prepare(moves: Moves, x_columns: int, out_columns: int, device: torch.device) -> _Launches:
+def _prepare(moves: Moves, device: torch.device) -> _Launches:
     """Offsets and strides in elements."""
-    num_tokens = np.array([piece.num_tokens for piece in moves.sources])
+    width, num_tokens = moves.sources.table[:, 2], moves.sources.table[:, 3]
     counts = -(-num_tokens // CHUNK_TOKENS)
     ends = np.cumsum(counts)
     begin = (np.arange(ends[-1]) - np.repeat(ends - counts, counts)) * CHUNK_TOKENS
     length = np.minimum(np.repeat(num_tokens, counts) - begin, CHUNK_TOKENS)
-    width = np.repeat([piece.width * x_columns for piece in moves.sources], counts)
-    sides = ((moves.sources, x_columns), (moves.targets, out_columns))
-    columns, indices, listed = [], [torch.zeros(CHUNK_TOKENS, dtype=torch.int64, device=device)], CHUNK_TOKENS
-    for pieces, num_columns in sides:
-        columns += _places(pieces, num_columns, counts, begin, listed)
-        indices += [piece.tokens for piece in pieces if piece.tokens is not None]
-        listed = sum(map(len, indices))
-    chunks = np.stack([*columns, length, width], axis=1)
+    columns, indices = [], [torch.zeros(CHUNK_TOKENS, dtype=torch.int64, device=device)]
+    for pieces in (moves.sources, moves.targets):
+        columns += _places(pieces, counts, begin, sum(map(len, indices)))
+        indices.append(pieces.listed)
+    chunks = np.stack([*columns, length, np.repeat(width, counts)], axis=1)
     align = gcd(MAX_ALIGN, int(np.gcd.reduce(chunks[:, [0, 1, 3, 4, 7]], axis=None)))
     return _Launches(torch.from_numpy(chunks).to(device, non_blocking=True), torch.cat(indices), ends.tolist(), align)
 
 
-def _places(pieces: Sequence[Piece], num_columns: int, counts: Ints, begin: Ints, listed: int) -> list[Ints]:
-    """First element, elements per token, and begin in the index, or 0, of every chunk; int64 [chunks] each."""
-    first, stride, sizes = np.array([(p.first, p.stride, 0 if p.tokens is None else p.num_tokens) for p in pieces]).T
-    index = np.where(sizes > 0, listed + np.cumsum(sizes) - sizes, 0)
-    first, stride, index = (np.repeat(column, counts) for column in (first * num_columns, stride * num_columns, index))
-    is_listed = index > 0
-    return [first + np.where(is_listed, 0, begin * stride), stride, np.where(is_listed, index + begin, 0)]
+def _places(pieces: Pieces, counts: Ints, begin: Ints, listed: int) -> list[Ints]:
+    """First element, elements per token, and begin in the index, or 0, of every chunk; int64 [chunks] each.
+
+    listed: where in the index the pieces' listed tokens begin.
+    """
+    first, stride, index = (np.repeat(pieces.table[:, column], counts) for column in (0, 1, 5))
+    is_listed = index >= 0
+    return [first + np.where(is_listed, 0, begin * stride), stride, np.where(is_listed, listed + index + begin, 0)]

@@ -7,9 +7,10 @@ parts  a site in parts, so that one travels while another computes
 
 from layerwise.route.build import Move, Route, RowMap, Side, block_of, build_move, build_parts, build_route, listed_side
 from layerwise.route.parts import split_tiles
-from layerwise.route.runs import Runs, cut
+from layerwise.route.runs import Cut, Runs, cut
 
 __all__ = [
+    "Cut",
     "Move",
     "Route",
     "RowMap",

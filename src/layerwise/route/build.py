@@ -8,9 +8,9 @@ pieces, a few per peer, rather than a number per row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from layerwise.kernels import Segments
-from layerwise.kernels.rows import Piece
+from layerwise.kernels.rows import Pieces
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
 from layerwise.route.parts import split_tiles
-from layerwise.route.runs import Runs, cut
+from layerwise.route.runs import Cut, Runs, cut
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles
 
@@ -30,31 +30,36 @@ from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles
 class Side:
     """Rows of one tensor on this rank that take part in an exchange, as blocks of tokens and heads.
 
-    pieces: those of each peer, in the order both ends agree on; this rank's own match the other side's one by one.
+    pieces: in rows; those of one peer in the order both ends agree on, this rank's own one by one as the other side's.
+    peer: to or from whom each goes, int64 [pieces], numbers within the block.
     num_rows: rows of the whole tensor.
     once: every row of the tensor is named exactly once, in parts of an attention site by all of them together, so
         arriving rows are stored; otherwise they are summed.
     """
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: Pieces
+    peer: Ints
     num_rows: int
     once: bool
 
     @property
     def num_named(self) -> int:
         """Rows that take part, counted as often as they do."""
-        return sum(piece.num_rows for pieces in self.pieces for piece in pieces)
+        return int(self.pieces.sizes.sum())
 
     def to(self, device: torch.device) -> Side:
         """The same side with its indices on another device."""
-        return replace(self, pieces=tuple(tuple(piece.to(device) for piece in peer) for peer in self.pieces))
+        return replace(self, pieces=self.pieces.to(device))
 
 
 def listed_side(rows: Tensor, counts: tuple[int, ...], num_rows: int, *, once: bool) -> Side:
     """Rows given by their numbers, int64 [sum of counts], grouped by peer: `counts` of them each."""
-    every = {"first": 0, "stride": 1, "width": 1, "span": num_rows}
-    pieces = ((Piece(**every, num_tokens=len(of), tokens=of),) if len(of) else () for of in rows.split(counts))
-    return Side(pieces=tuple(pieces), num_rows=num_rows, once=once)
+    num_tokens = np.array(counts, np.int64)
+    first, one, span = (np.full_like(num_tokens, value) for value in (0, 1, num_rows))
+    table = np.stack([first, one, one, num_tokens, span, np.cumsum(num_tokens) - num_tokens], axis=1)
+    return Side(
+        pieces=Pieces(table[num_tokens > 0], rows), peer=np.flatnonzero(num_tokens), num_rows=num_rows, once=once
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +88,8 @@ class RowMap:
 
     @cached_property
     def is_identity(self) -> bool:
-        """True where nothing moves and nothing is reordered."""
-        if len(self.src.pieces) > 1 or not (self.src.once and self.dst.once):
-            return False
-        return all(a.same_rows(b) for a, b in zip(self.src.pieces[0], self.dst.pieces[0], strict=True))
+        """True where, on a rank without peers, nothing is reordered."""
+        return self.src.once and self.dst.once and self.src.pieces.same_rows(self.dst.pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,20 +219,21 @@ def _row_maps(
 
 def _row_map(leaving: Runs, num_src_rows: int, arriving: Runs, num_dst_rows: int, peers: Block, rank: int) -> RowMap:
     """Rows that stay are cut alike on both sides. In a valid plan every row is needed, so the sum shows duplicates."""
-    (src,), (dst,) = cut(leaving.but_peer(rank)), cut(arriving.but_peer(rank))
-    own_src, own_dst = cut(leaving.of_peer(rank), arriving.of_peer(rank))
+    own = cut(leaving.of_peer(rank), arriving.of_peer(rank))
     sides = (
-        Side(
-            pieces=tuple(tuple(pieces.get(peer, ())) for peer in range(peers.lo, peers.hi)),
-            num_rows=num_rows,
-            once=runs.num_rows == num_rows,
-        )
-        for pieces, runs, num_rows in (
-            (src | own_src, leaving, num_src_rows),
-            (dst | own_dst, arriving, num_dst_rows),
-        )
+        _side(cut(runs.but_peer(rank))[0], own_pieces, peers, num_rows)
+        for runs, own_pieces, num_rows in zip((leaving, arriving), own, (num_src_rows, num_dst_rows), strict=True)
     )
     return RowMap(*sides)
+
+
+def _side(others: Cut, own: Cut, peers: Block, num_rows: int) -> Side:
+    table = np.concatenate([others.table, own.table])
+    begin = table[len(others.table) :, 5]
+    begin[begin >= 0] += len(others.listed)
+    pieces = Pieces(table, torch.from_numpy(np.concatenate([others.listed, own.listed])))
+    peer = np.concatenate([others.peer, own.peer]) - peers.lo
+    return Side(pieces=pieces, peer=peer, num_rows=num_rows, once=int(pieces.sizes.sum()) == num_rows)
 
 
 def _in_wire_order(transfers: Transfers, tiles: Table[Tile], spec: AttentionSpec, by: str) -> tuple[Transfers, Ints]:
@@ -310,21 +314,24 @@ def _tile_runs(
     return runs.nonempty(), int(sizes.sum())
 
 
-def _kernel_calls(rows: Ints, spec: AttentionSpec) -> tuple[KernelCall, ...]:
+def _kernel_calls(tiles: Ints, spec: AttentionSpec) -> tuple[KernelCall, ...]:
     """Tiles in tile order, grouped by head range; a rank without tiles still makes one call, of no segments."""
-    tiles = [Tile(*row) for row in rows.tolist()]
-    heads = dict.fromkeys((tile.h0, tile.h1) for tile in tiles) or {(0, spec.num_heads): None}
-    calls = []
-    for h0, h1 in heads:
-        pieces = [piece for tile in tiles if (tile.h0, tile.h1) == (h0, h1) for piece in _segments(tile, spec.chunk)]
-        kv0, kv1 = spec.kv_range(h0, h1)
-        segments = Segments(tuple(q for q, _ in pieces), tuple(k for _, k in pieces))
-        calls.append(KernelCall(h0=h0, h1=h1, num_kv_heads=kv1 - kv0, segments=segments))
-    return tuple(calls)
+    _, _, q0, q1, k0, h0, h1 = tiles.T
+    if not len(tiles):
+        return (_kernel_call(0, spec.num_heads, [], [], spec),)
+    # A tile is one kernel segment, or one per chunk of positions.
+    chunk = spec.chunk or int(q1.max())
+    counts = -(-(q1 - k0) // chunk)
+    ends = np.cumsum(counts)
+    lo = np.repeat(k0 - (ends - counts) * chunk, counts) + np.arange(ends[-1]) * chunk
+    hi = np.minimum(lo + chunk, np.repeat(q1, counts))
+    queries, keys = (hi - np.maximum(lo, np.repeat(q0, counts))).tolist(), (hi - lo).tolist()
+    begins = np.flatnonzero(np.append(True, (h0[1:] != h0[:-1]) | (h1[1:] != h1[:-1])))
+    cuts = [*(ends - counts)[begins].tolist(), len(keys)]
+    heads = zip(h0[begins].tolist(), h1[begins].tolist(), pairwise(cuts), strict=True)
+    return tuple(_kernel_call(a, b, queries[i:j], keys[i:j], spec) for a, b, (i, j) in heads)
 
 
-def _segments(tile: Tile, chunk: int | None) -> Iterator[tuple[int, int]]:
-    """(queries, keys) of a tile's kernel segments: one, or one per chunk of positions."""
-    for lo in range(tile.k0, tile.q1, chunk or tile.q1):
-        hi = min(lo + chunk, tile.q1) if chunk else tile.q1
-        yield hi - max(lo, tile.q0), hi - lo
+def _kernel_call(h0: int, h1: int, queries: list[int], keys: list[int], spec: AttentionSpec) -> KernelCall:
+    kv0, kv1 = spec.kv_range(h0, h1)
+    return KernelCall(h0=h0, h1=h1, num_kv_heads=kv1 - kv0, segments=Segments(tuple(queries), tuple(keys)))

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from layerwise.kernels.rows import Piece
 from layerwise.plan import Ints
 
 # Runs of so many tokens are worth a copy of their own; shorter ones share an index.
 LONG_RUN_TOKENS = 64
 
-Pieces = dict[int, list[Piece]]
+
+class Cut(NamedTuple):
+    """Pieces of rows, their table and listed tokens as in `layerwise.kernels.rows.Pieces`, and the peer of each."""
+
+    table: Ints
+    listed: Ints
+    peer: Ints
 
 
 class Runs(NamedTuple):
@@ -34,18 +36,14 @@ class Runs(NamedTuple):
     width: Ints
     length: Ints
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all runs."""
-        return int((self.length * self.width).sum())
-
     def take(self, index: Ints | NDArray[np.bool_]) -> Runs:
         """Some of the runs."""
         return Runs(*(column[index] for column in self))
 
     def nonempty(self) -> Runs:
         """Those that have tokens."""
-        return self.take(self.length > 0)
+        is_live = self.length > 0
+        return self if is_live.all() else self.take(is_live)
 
     def of_peer(self, peer: int) -> Runs:
         """Those of one peer."""
@@ -61,14 +59,14 @@ class Runs(NamedTuple):
         return self.first + self.length * self.stride
 
 
-def cut(*sides: Runs) -> list[Pieces]:
-    """The pieces by peer of each side, made alike: the sides are the same tokens in the same order in several tensors.
+def cut(*sides: Runs) -> list[Cut]:
+    """The pieces of each side, made alike: the sides are the same tokens in the same order in several tensors.
 
     Runs that continue one another are joined. A long run is a piece; short ones in a row are one piece with an index,
     whose tokens ascend.
     """
     if not len(sides[0].peer):
-        return [{} for _ in sides]
+        return [Cut(np.zeros((0, 6), np.int64), *np.zeros((2, 0), np.int64)) for _ in sides]
     joined = _all((_same(side.group) & (side.first[1:] == side.ends[:-1])) for side in sides)
     starts = np.flatnonzero(np.append(True, ~joined))
     sides = tuple(side.take(starts)._replace(length=np.add.reduceat(side.length, starts)) for side in sides)
@@ -88,29 +86,23 @@ def _all(conditions: Iterable[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     return np.logical_and.reduce(list(conditions))
 
 
-def _pieces(runs: Runs, starts: Ints) -> Pieces:
+def _pieces(runs: Runs, starts: Ints) -> Cut:
     """Runs [starts[i], starts[i + 1]) as one piece each; without an index where they are one block."""
-    counts = np.diff(starts, append=len(runs.peer))
+    ends = np.append(starts[1:], len(runs.peer))
     heads = runs.take(starts)
     num_tokens = np.add.reduceat(runs.length, starts)
-    span = (runs.ends[starts + counts - 1] - heads.first) // heads.stride
-    indexed = num_tokens != span
-    tokens = iter(_indices(runs.take(np.repeat(indexed, counts)), heads.first[indexed], counts[indexed]))
-    columns = (heads.first, heads.stride, heads.width, num_tokens, span)
-    index = (next(tokens) if is_indexed else None for is_indexed in indexed.tolist())
-    # Thousands of them: a named tuple's own constructors would take half of the time of a route.
-    new_piece = partial(tuple.__new__, Piece)
-    pieces: list[Piece] = list(map(new_piece, zip(*(column.tolist() for column in columns), index, strict=True)))
-    cuts = np.flatnonzero(np.append(True, ~_same(heads.peer)))
-    ends = [*cuts[1:].tolist(), len(pieces)]
-    return {int(heads.peer[lo]): pieces[lo:hi] for lo, hi in zip(cuts.tolist(), ends, strict=True)}
+    span = (runs.ends[ends - 1] - heads.first) // heads.stride
+    is_listed = num_tokens != span
+    sizes = np.where(is_listed, num_tokens, 0)
+    begin = np.where(is_listed, np.cumsum(sizes) - sizes, -1)
+    table = np.stack([heads.first, heads.stride, heads.width, num_tokens, span, begin], axis=1)
+    counts = (ends - starts)[is_listed]
+    listed = _tokens(runs.take(np.repeat(is_listed, ends - starts)), np.repeat(heads.first[is_listed], counts))
+    return Cut(table, listed, heads.peer)
 
 
-def _indices(runs: Runs, first: Ints, counts: Ints) -> Sequence[Tensor]:
-    """The tokens of each piece of `counts` runs, counted from its first row, int64 [tokens] each."""
-    if not len(counts):
-        return ()
-    begins = (runs.first - np.repeat(first, counts)) // runs.stride
+def _tokens(runs: Runs, first: Ints) -> Ints:
+    """The tokens of the runs one after the other, each counted from the row `first` [runs]."""
+    begins = (runs.first - first) // runs.stride
     ends = np.cumsum(runs.length)
-    tokens = np.arange(ends[-1]) + np.repeat(begins - ends + runs.length, runs.length)
-    return torch.from_numpy(tokens).split(np.diff(ends[np.cumsum(counts) - 1], prepend=0).tolist())
+    return np.arange(runs.length.sum()) + np.repeat(begins - ends + runs.length, runs.length)

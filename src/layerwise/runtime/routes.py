@@ -21,11 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from layerwise.errors import PlanMismatchError, SpecError
-from layerwise.exchange import Comm, Flight, Meter, Site, depart, exchange, land, outside_graph, range_name
+from layerwise.exchange import (
+    Comm,
+    Flight,
+    Meter,
+    Site,
+    depart,
+    exchange,
+    land,
+    outside_graph,
+    profiler_range,
+    range_name,
+)
 from layerwise.groups import World
 from layerwise.kernels import Kernel
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
@@ -345,7 +355,7 @@ def attention(
     for part, to_tiles, ticket, from_tiles in zip(parts, there, tickets, back, strict=True):
         rows = land((to_tiles,), [ticket])
         progress.at = computing
-        with record_function(range_name("attention", kind)):
+        with profiler_range(range_name("attention", kind)):
             out = attend(rows, part, spec, scale, sinks, routes.backend)
         returning += depart((from_tiles,), (out,))
     (local,) = land(back, returning)
