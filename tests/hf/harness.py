@@ -24,7 +24,7 @@ from tests.hf.models import VOCAB, InFloat64
 from tests.planners.builders import tiny_wide_planner
 
 MASKED = -100
-STRATEGIES = ("static", "dynamic", "redistribute", "repack+parents", "joint")
+STRATEGIES = ("static", "dynamic", "halo", "redistribute", "repack+parents", "joint")
 Samples = list[dict[str, Any]]
 
 

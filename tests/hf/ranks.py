@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 160
+TIMEOUT_S = 400
 
 
 def run_ranks(num_ranks: int, script: Path, *arguments: object) -> str:

@@ -29,7 +29,6 @@ from tests.hf.harness import (
     on_ranks,
     one_at_a_time,
     planner_for,
-    recomputing,
 )
 from tests.hf.models import BASE, TINY, tiny_model
 
@@ -41,17 +40,6 @@ def one_rank_batch(model: Any, samples: Samples) -> lwhf.Batch:
     steps = PlannedLoader(dataset=samples, planner=planner, world=solo_world(), steps=[range(len(samples))])
     (batch,) = lwhf.batches(steps)
     return batch
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma3_text"])
-def test_float32_with_the_default_kernels(name: str) -> None:
-    """Grouped expert kernels, and norms and scores in float32, against the untouched model."""
-    model = tiny_model(name, torch.float32)
-    if name != "gemma3_text":
-        model.set_experts_implementation("grouped_mm")
-    samples = make_samples(LENGTHS)
-    ours, _ = on_ranks(applied(model), samples, planner_for("repack+parents", 4, model.config, LENGTHS), 4)
-    assert_equal(model, ours, one_at_a_time(model, samples), 2e-5)
 
 
 @pytest.mark.parametrize("strategy", ["repack+parents", "redistribute"])
@@ -66,33 +54,6 @@ def test_router_loss_equals_one_process(name: str, lengths: tuple[int, ...], str
     # transformers pools router probabilities in float32.
     assert_equal(model, ours, expected, 1e-6)
     assert abs(one_at_a_time(model, samples).loss - expected.loss) > 0.1
-
-
-@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss"])
-def test_gradient_checkpointing_replays_its_own_microbatch(name: str) -> None:
-    """The backward runs outside of `routes()`."""
-    model = applied(tiny_model(name, torch.float32))
-    recomputing(model)
-    lengths = (37, 12, 5, 1, 23, 9)
-    samples = make_samples(lengths)
-    ours, plan = on_ranks(model, samples, planner_for("repack", 4, model.config, lengths, microbatches=2), 4)
-    assert len(plan.microbatches) == 2
-    assert_equal(model, ours, one_at_a_time(tiny_model(name, torch.float32), samples), 2e-5)
-
-
-@pytest.mark.parametrize(("name", "exact"), [("olmo3", True), ("afmoe", False)])
-def test_a_sample_does_not_see_the_others(name: str, exact: bool) -> None:
-    """To the bit without experts, to rounding with them."""
-    model = applied(tiny_model(name))
-    planner = planner_for("repack+parents", 4, model.config, LENGTHS)
-    before, after = make_samples(LENGTHS), make_samples(LENGTHS)
-    after[1]["input_ids"] = (after[1]["input_ids"] + 1) % 61
-    (a, _), (b, _) = (on_ranks(model, samples, planner, 4) for samples in (before, after))
-    for sample, (x, y) in enumerate(zip(a.logits, b.logits, strict=True)):
-        if sample == 1:
-            assert not torch.allclose(x, y)
-        else:
-            torch.testing.assert_close(x, y, rtol=0, atol=0 if exact else 1e-12)
 
 
 def test_packing_with_position_ids_alone_leaks_where_ours_does_not() -> None:
@@ -174,6 +135,14 @@ def test_a_batch_that_has_no_plan_raises() -> None:
         lwhf.loss(model, {"input_ids": torch.arange(5)[None]})  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"takes a PlannedLoader.* got an item dict"):
         next(lwhf.batches([{"input_ids": [1]}]))  # type: ignore[list-item]
+
+
+def test_the_routes_of_another_microbatch_raise() -> None:
+    """Also where its tokens have the same positions."""
+    model = applied(tiny_model("llama"))
+    batch, other = (one_rank_batch(model, make_samples((5,), seed)) for seed in (0, 1))
+    with other.routes(), pytest.raises(SpecError, match="routes of another micro-batch"):
+        lwhf.loss(model, batch)
 
 
 def test_a_model_without_a_language_model_head_raises() -> None:
@@ -259,6 +228,21 @@ def test_lora(strategy: str, lengths: tuple[int, ...], wrapped_first: bool) -> N
 def test_only_a_bare_model_is_taken() -> None:
     with pytest.raises(UnsupportedError, match="before wrapping or compiling"):
         lwhf.apply(torch.nn.Sequential(tiny_model("llama")))
+
+
+def test_a_model_of_more_than_text_is_refused() -> None:
+    text = BASE | TINY["gemma3_text"]
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    with pytest.raises(UnsupportedError, match=r"\(gemma3\) is refused.*only its language model \(gemma3_text\)"):
+        lwhf.apply(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def test_the_loss_of_a_model_in_an_unknown_wrapper_raises() -> None:
+    model = applied(tiny_model("llama"))
+    batch = one_rank_batch(model, make_samples((5,)))
+    with batch.routes(), pytest.raises(SpecError, match=r"alone or wrapped by PEFT.* got Sequential"):
+        lwhf.loss(torch.nn.Sequential(model), batch)
 
 
 def test_router_loss_of_families_that_have_none_is_refused() -> None:

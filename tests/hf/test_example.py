@@ -28,6 +28,18 @@ def test_losses_are_those_of_one_process() -> None:
         assert ranks[0] == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_sixteen_ranks_have_the_losses_of_one_with_either_strategy() -> None:
+    script, steps = EXAMPLES / "hf_finetune.py", ("--steps", 2)
+    expected = numbers("loss", run_ranks(1, script, *steps))
+    assert len(expected) == 2
+    for strategy in ("dynamic", "repack+parents"):
+        assert numbers("loss", run_ranks(16, script, *steps, "--strategy", strategy)) == pytest.approx(
+            expected, abs=1e-4
+        )
+
+
 def numbers(name: str, text: str) -> list[float]:
     """The numbers printed after a name."""
     return [float(value) for value in re.findall(rf"\b{name}\b'?:? +'?([0-9.]+)", text)]

@@ -22,7 +22,6 @@ from tests.hf.harness import (
     on_ranks,
     one_at_a_time,
     planner_for,
-    recomputing,
     sent_by_ranks,
 )
 from tests.hf.models import BASE, TINY, tiny_model
@@ -63,31 +62,6 @@ def test_ranks_without_samples_get_zero_gradients_and_not_none(name: str, length
     assert len(set(tiles.column("rank").tolist())) < RANKS
     ours, _ = on_ranks(applied(model), make_samples(lengths), planner, RANKS)
     assert_equal(model, ours, one_at_a_time(model, make_samples(lengths)), 1e-9)
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
-def test_gradient_checkpointing_replays_its_own_microbatch(name: str) -> None:
-    """The backward runs outside of `routes()`."""
-    model = applied(tiny_model(name, torch.float32))
-    recomputing(model)
-    lengths = (37, 12, 5, 1, 23, 9)
-    planner = planner_for("repack", RANKS, model.config, lengths, microbatches=2)
-    ours, plan = on_ranks(model, make_samples(lengths), planner, RANKS)
-    assert len(plan.microbatches) == 2
-    assert_equal(model, ours, one_at_a_time(tiny_model(name, torch.float32), make_samples(lengths)), 5e-5)
-
-
-@pytest.mark.parametrize(("name", "tolerance"), [("bamba", 0.0), ("qwen3_5_text", 0.0), ("qwen3_next", 1e-12)])
-def test_a_sample_does_not_see_the_others(name: str, tolerance: float) -> None:
-    """To the bit without experts, to rounding with them."""
-    model = applied(tiny_model(name))
-    planner = planner_for("repack+parents", RANKS, model.config, LENGTHS)
-    before, after = make_samples(LENGTHS), make_samples(LENGTHS)
-    after[1]["input_ids"] = (after[1]["input_ids"] + 1) % 61
-    (a, _), (b, _) = (on_ranks(model, samples, planner, RANKS) for samples in (before, after))
-    assert not torch.allclose(a.logits[1], b.logits[1])
-    for sample in (0, 2, 3):
-        torch.testing.assert_close(a.logits[sample], b.logits[sample], rtol=0, atol=tolerance)
 
 
 def test_another_attention_can_be_chosen_again() -> None:

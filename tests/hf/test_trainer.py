@@ -16,10 +16,10 @@ pytest.importorskip("accelerate")
 
 import layerwise.hf as lwhf
 from layerwise import PlannedLoader, Planner, solo_world
-from layerwise.errors import SpecError, UnsupportedError
+from layerwise.errors import DataError, SpecError, UnsupportedError
 from layerwise.plan import StepPlan
 from layerwise.spec import ClusterSpec
-from tests.hf.harness import applied, make_samples, one_at_a_time, trained
+from tests.hf.harness import MASKED, applied, make_samples, one_at_a_time, trained
 from tests.hf.models import InFloat64, tiny_model
 
 SAMPLES = make_samples((21, 9, 1, 14, 6, 30, 5, 12))
@@ -44,7 +44,8 @@ def make_loader(model: Any, planned: list[StepPlan] | None = None) -> PlannedLoa
 def make_trainer(model: Any, out: Path, loader: Any = None, **changes: Any) -> Any:
     from transformers import TrainingArguments
 
-    made: dict[str, Any] = {name: changes.pop(name) for name in ("eval_dataset", "compute_metrics") if name in changes}
+    ours = ("eval_dataset", "compute_metrics", "data_collator")
+    made: dict[str, Any] = {name: changes.pop(name) for name in ours if name in changes}
     settings: dict[str, Any] = {
         "num_train_epochs": 1,
         "optim": "sgd",
@@ -104,6 +105,26 @@ def test_evaluation_is_the_mean_over_all_labels(tmp_path: Path) -> None:
     assert abs(np.mean(of_steps) - expected) > 1e-3 * expected
 
 
+def test_an_evaluation_without_labels_has_no_loss(tmp_path: Path) -> None:
+    """Zero would be the best loss of all."""
+    model = applied(tiny_model("llama"))
+    masked = [sample | {"labels": np.full_like(sample["labels"], MASKED)} for sample in SAMPLES]
+    trainer = make_trainer(model, tmp_path)
+    with pytest.raises(DataError, match="no label in 4 steps"):
+        trainer.evaluate(replace(make_loader(model), dataset=masked))
+    with pytest.raises(DataError, match="no label in 0 steps"):
+        trainer.evaluate(replace(make_loader(model), steps=[]))
+    with pytest.raises(SpecError, match="an evaluation needs a loader with a known end"):
+        trainer.evaluate(replace(make_loader(model), steps=iter(STEPS)))
+
+
+def test_speeds_are_of_steps(tmp_path: Path) -> None:
+    """And not of the batch size of TrainingArguments, which nothing here goes by."""
+    trainer = make_trainer(applied(tiny_model("llama")), tmp_path)
+    metrics = trainer.train().metrics
+    assert metrics["train_samples_per_second"] == pytest.approx(metrics["train_steps_per_second"], rel=0.01)
+
+
 def test_a_resumed_run_ends_with_the_same_weights_and_plans_no_trained_step(tmp_path: Path) -> None:
     """Of a model whose experts have other names in a checkpoint."""
     model = applied(tiny_model("qwen3_next"))
@@ -150,11 +171,24 @@ def test_the_checkpoint_is_a_plain_one(tmp_path: Path) -> None:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is refused"),
         ({"dataloader_num_workers": 1}, "dataloader_num_workers=1 is refused"),
         ({"compute_metrics": lambda prediction: {}}, "compute_metrics is refused"),
+        ({"data_collator": lambda items: items[0]}, "data_collator is refused"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 is refused.*leave it at None"),
+        ({"torch_compile": True}, "torch_compile=True is refused"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is refused"),
+        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size=2 is refused.*no effect"),
+        ({"per_device_eval_batch_size": 2}, "per_device_eval_batch_size=2 is refused.*no effect"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy=group_by_length is refused"),
     ],
 )
 def test_settings_without_effect_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         make_trainer(applied(tiny_model("llama")), tmp_path, **changes)
+
+
+def test_several_devices_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 2)
+    with pytest.raises(UnsupportedError, match="n_gpu=2 is refused"):
+        make_trainer(applied(tiny_model("llama")), tmp_path)
 
 
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:

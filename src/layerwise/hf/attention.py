@@ -57,10 +57,16 @@ def apply(model: Any) -> None:
             f"apply() takes a transformers PreTrainedModel, got {type(model).__name__}{compiled}: call it before "
             "wrapping or compiling the model"
         )
-    model_spec(model.config)
+    config = model.config.get_text_config()
+    if config is not model.config:
+        raise UnsupportedError(
+            f"{type(model).__name__} ({model.config.model_type}) is refused: it takes more than text, and only its "
+            f"language model ({config.model_type}) was compared with its untouched self; apply() takes that model alone"
+        )
+    model_spec(config)
     AttentionInterface.register(NAME, attention_function)
     model.set_attn_implementation(NAME)
-    if model.config.get_text_config()._attn_implementation != NAME:
+    if config._attn_implementation != NAME:
         raise UnsupportedError(f"{type(model).__name__} does not look its attention up by name")
     wrap_mixers(model)
     hook_layers(model)

@@ -23,7 +23,8 @@ def loss(model: Any, batch: Batch) -> Tensor:
     A float32-or-better scalar; the sum over ranks and micro-batches is the loss, and gradients are summed likewise.
     With `output_router_logits` in the config it includes the family's load-balancing loss, per sample and weighted by
     tokens. On a rank without tokens every parameter still gets a gradient, of zeros.
-    Raises SpecError for a batch that is not one of `batches`, and for models without `apply` or a language-model head.
+    Raises SpecError for a batch that is not one of `batches`, in the routes of another one, and for models without
+    `apply` or a language-model head.
     """
     if not isinstance(batch, Batch):
         raise SpecError(
@@ -37,6 +38,13 @@ def loss(model: Any, batch: Batch) -> Tensor:
             f"{config.model_type}: output_router_logits=True has no effect, since the family has no router loss of its "
             "own; set it to False"
         )
+    routes = current_routes()
+    with batch.routes() as own:
+        if routes is not own:
+            raise SpecError(
+                "loss() was called in the routes of another micro-batch, where samples may be split otherwise: use "
+                "`with batch.routes():` of the same batch"
+            )
     output = model(input_ids=batch.input_ids, position_ids=batch.position_ids)
     logits = getattr(output, "logits", None)
     if logits is None or logits.shape[:2] != batch.input_ids.shape:
@@ -47,7 +55,7 @@ def loss(model: Any, batch: Batch) -> Tensor:
         )
     total = token_loss(logits[0], batch.shift_labels[0], batch.step.num_valid_tokens)
     if with_router:
-        router = _router_loss(output.router_logits, config, batch.step.num_tokens, current_routes())
+        router = _router_loss(output.router_logits, config, batch.step.num_tokens, routes)
         total = total + config.router_aux_loss_coef * router
     return total
 
@@ -55,6 +63,11 @@ def loss(model: Any, batch: Batch) -> Tensor:
 def _config(model: Any) -> Any:
     """The text config of a model that follows routes, under wrappers or not. Raises SpecError for any other model."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
+    if not hasattr(bare, "config"):
+        raise SpecError(
+            f"loss() takes the model that apply() was given, alone or wrapped by PEFT, FSDP, DDP or torch.compile; got "
+            f"{type(model).__name__} of {type(bare).__name__}: compile before wrapping with DDP"
+        )
     config = bare.config.get_text_config()
     if config._attn_implementation != NAME:
         raise SpecError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,20 @@ from layerwise.errors import DataError, SpecError, UnsupportedError
 from layerwise.hf.batches import batches
 from layerwise.hf.loss import loss
 
-# Training arguments that would have no effect, or a wrong one, and the largest value at which that does not matter.
+# Training arguments that would have no effect, or a wrong one, unless they are left at their defaults.
+_BY_THE_LOADER = "the loader's steps say which samples go together, so it would have no effect"
 _REFUSED = {
-    "gradient_accumulation_steps": (1, "each step has the micro-batches that its plan needs"),
-    "label_smoothing_factor": (0, "the loss is layerwise.hf.loss"),
-    "dataloader_num_workers": (0, "PlannedLoader plans ahead on a thread of its own"),
-    "n_gpu": (1, "start one process per device with torchrun or accelerate launch"),
+    "auto_find_batch_size": "plans keep to max_tokens_per_rank; lower that",
+    "dataloader_num_workers": "PlannedLoader plans ahead on a thread of its own",
+    "deepspeed": "it was not compared; use DDP or fsdp",
+    "gradient_accumulation_steps": "each step has the micro-batches that its plan needs",
+    "label_smoothing_factor": "the loss is layerwise.hf.loss",
+    "neftune_noise_alpha": "its noise goes by the length of a row, which holds parts of several samples",
+    "parallelism_config": "ranks share samples by the plan",
+    "per_device_eval_batch_size": _BY_THE_LOADER,
+    "per_device_train_batch_size": _BY_THE_LOADER,
+    "torch_compile": "it was not compared in a Trainer",
+    "train_sampling_strategy": _BY_THE_LOADER,
 }
 
 
@@ -43,16 +51,15 @@ class PlannedTrainer(Trainer):
     def __init__(
         self, *, model: Any, args: TrainingArguments, train_dataset: Any = None, eval_dataset: Any = None, **others: Any
     ) -> None:
+        _check_arguments(args)
+        if others.get("data_collator") is not None:
+            raise UnsupportedError("data_collator is refused: PlannedLoader makes the batches; leave it out")
         if isinstance(eval_dataset, dict):
-            eval_steps: Any = {name: _PlannedSteps.of(loader, args) for name, loader in eval_dataset.items()}
+            eval_steps: Any = {name: _PlannedSteps.of(loader, args, None) for name, loader in eval_dataset.items()}
         else:
-            eval_steps = _PlannedSteps.of(eval_dataset, args)
-        train_steps = _PlannedSteps.of(train_dataset, args)
+            eval_steps = _PlannedSteps.of(eval_dataset, args, None)
+        train_steps = _PlannedSteps.of(train_dataset, args, args.max_steps)
         super().__init__(model=model, args=args, train_dataset=train_steps, eval_dataset=eval_steps, **others)
-        for name, (most, reason) in _REFUSED.items():
-            given = getattr(self.args, name)
-            if given > most:
-                raise UnsupportedError(f"{name}={given} is refused: {reason}; set it to {most}")
         if self.args.fsdp:
             self._check_fsdp()
         for name in ("compute_loss_func", "compute_metrics"):
@@ -70,6 +77,10 @@ class PlannedTrainer(Trainer):
         if version != 2:
             raise UnsupportedError(f"FSDP version {version} is refused: it was not compared; legal: 2 (fsdp_config)")
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """What Trainer's speed metrics call samples are steps here, as in evaluation."""
+        return 1
+
     def get_train_dataloader(self) -> Any:
         """Planned steps, not divided over ranks: every rank takes its own part of each."""
         return _one_by_one(self.train_dataset)
@@ -80,7 +91,7 @@ class PlannedTrainer(Trainer):
         if eval_dataset is None:
             return _one_by_one(known)
         return _one_by_one(
-            _PlannedSteps.of(known[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset, self.args)
+            _PlannedSteps.of(known[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset, self.args, None)
         )
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -124,7 +135,12 @@ class PlannedTrainer(Trainer):
         """Trainer's, with a loss that is the mean over all labels and not over steps."""
         self._evaluated_labels.clear()
         output = super().evaluation_loop(*args, **kwargs)
-        mean_labels = max(sum(self._evaluated_labels), 1) / len(self._evaluated_labels)
+        if not any(self._evaluated_labels):
+            raise DataError(
+                f"the evaluation has no label in {len(self._evaluated_labels)} steps, so it has no loss: give it "
+                "samples of two tokens or more whose labels are not all -100"
+            )
+        mean_labels = sum(self._evaluated_labels) / len(self._evaluated_labels)
         metrics = output.metrics or {}
         loss_name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         return output._replace(metrics=metrics | {loss_name: metrics[loss_name] / mean_labels})
@@ -147,6 +163,20 @@ class PlannedTrainer(Trainer):
         super()._issue_warnings_after_load(load_result)
 
 
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raise UnsupportedError for training arguments that would have no effect, or a wrong one."""
+    for setting in fields(args):
+        given = getattr(args, setting.name)
+        if setting.name in _REFUSED and given != setting.default:
+            raise UnsupportedError(
+                f"{setting.name}={given} is refused: {_REFUSED[setting.name]}; leave it at {setting.default}"
+            )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"n_gpu={args.n_gpu} is refused: start one process per device with torchrun; legal: 0, 1"
+        )
+
+
 class _PlannedSteps(Dataset[dict[str, Any]]):
     """A loader's steps by number. Asked for in order, they are planned ahead; elsewhere it starts anew from there."""
 
@@ -156,8 +186,11 @@ class _PlannedSteps(Dataset[dict[str, Any]]):
         self._next = -1
 
     @classmethod
-    def of(cls, loader: Any, args: TrainingArguments) -> _PlannedSteps | None:
-        """The steps of a loader; None for None. Raises SpecError for what cannot be trained on in this run."""
+    def of(cls, loader: Any, args: TrainingArguments, max_steps: int | None) -> _PlannedSteps | None:
+        """The steps of a loader; None for None. Raises SpecError for what cannot be trained on in this run.
+
+        max_steps: how many steps are taken of a loader without a known end; below 1 or None: none may be.
+        """
         if loader is None or isinstance(loader, cls):
             return loader
         if not isinstance(loader, PlannedLoader):
@@ -169,9 +202,15 @@ class _PlannedSteps(Dataset[dict[str, Any]]):
             )
         steps = loader.steps
         known = len(steps) if isinstance(steps, Sized) else getattr(steps, "num_steps", None)
-        if known is None and args.max_steps < 1:
+        if known is not None:
+            return cls(loader, known - loader.first_step)
+        if max_steps is None:
+            raise SpecError(
+                "an evaluation needs a loader with a known end: give it steps= with a length, such as a list"
+            )
+        if max_steps < 1:
             raise SpecError("the loader's steps have no known end, so max_steps must be set in TrainingArguments")
-        return cls(loader, args.max_steps if known is None else known - loader.first_step)
+        return cls(loader, max_steps)
 
     def __len__(self) -> int:
         return self._num_steps
