@@ -6,9 +6,9 @@ Any length divides over any group (13 over 4 is 4, 3, 3, 3), KV groups are never
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ class Placement:
 def place(parents: Sequence[Parent]) -> Placement:
     """Every sample on all ranks of its group."""
     counts = [len(parent.samples) for parent in parents]
-    samples = np.fromiter((sample for parent in parents for sample in parent.samples), np.int64, sum(counts))
+    samples = np.fromiter(chain.from_iterable(parent.samples for parent in parents), np.int64, sum(counts))
     first, degree = (
         np.repeat(np.array([getattr(parent, name) for parent in parents], dtype=np.int64), counts)
         for name in ("first_rank", "sp_degree")
@@ -49,19 +49,23 @@ def lay_out(
     their tiles of all other layer kinds, go where the children say.
     """
     children, parents = children or {}, sorted(parents, key=lambda p: p.first_rank)
-    wide = place(parents)
-    parts = [place([parent for parent in parents if parent not in children]), *children.values()]
-    owners = Placement(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree")))
+    wide = owners = place(parents)
+    if children:
+        parts = [place([parent for parent in parents if parent not in children]), *children.values()]
+        columns = (np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree"))
+        owners = Placement(*columns)
     return MicrobatchPlan(
         shards=shard_table(shard_rows(owners, lengths)),
         tiles={
             kind: tile_table(tile_rows(wide if kind == FULL else owners, lengths, spec))
             for kind, spec in attention.items()
         },
-        parents=tuple(
-            Parent(**{**vars(parent), "repacked": parent in children}) for parent in parents if parent.samples
-        ),
+        parents=tuple(_marked(parent, bool(children) and parent in children) for parent in parents if parent.samples),
     )
+
+
+def _marked(parent: Parent, repacked: bool) -> Parent:
+    return parent if parent.repacked == repacked else replace(parent, repacked=repacked)
 
 
 class _Batch(NamedTuple):

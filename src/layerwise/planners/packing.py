@@ -140,19 +140,19 @@ class _Bins:
         """Put small items, longest first, each into the lowest bin that has room; False where none has."""
         heap = [entry for heap in self.heaps for entry in heap]
         heapq.heapify(heap)
-        classes, free, placed = self.packing.bin_class.tolist(), self.free, []
-        for need, rises in zip(self.packing.tokens[items].tolist(), (items * self.num_classes).tolist(), strict=True):
-            full = []
+        classes, free, rises = self.packing.bin_class.tolist(), self.free, self.rises
+        placed, full = [], []
+        for need, at in zip(self.packing.tokens[items].tolist(), (items * self.num_classes).tolist(), strict=True):
             while heap and free[heap[0][1]] < need:
                 full.append(heapq.heappop(heap))
             if not heap:
                 return False
             level, index = heap[0]
-            heapq.heapreplace(heap, (level + self.rises[rises + classes[index]], index))
+            heapq.heapreplace(heap, (level + rises[at + classes[index]], index))
             free[index] -= need
             placed.append(index)
-            for entry in full:
-                heapq.heappush(heap, entry)
+            while full:
+                heapq.heappush(heap, full.pop())
         self.bin_of[items] = placed
         return True
 
