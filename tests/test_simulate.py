@@ -145,6 +145,7 @@ class TwoRanks(CostModel):
             to_tiles_s=np.array([10.0, 0.0]),
             from_tiles_s=zero,
             exposed_s=zero,
+            slow_bytes=0,
         )
         return dict.fromkeys(self.model.kinds, layer)
 

@@ -20,7 +20,7 @@ from layerwise.evaluate.table import narrow_table
 from layerwise.planners import STRATEGIES
 
 MAX_TOKENS_PER_RANK = 16384  # two thirds of it are used on average
-WARM_UP = 1
+WARM_UP, REPEATS = 1, 3
 
 
 class Size(NamedTuple):
@@ -35,14 +35,20 @@ SIZES = (Size(64, 500, 20.0), Size(1024, 10_000, 300.0))
 
 
 def measure_ms(strategy: str, size: Size, num_steps: int) -> np.ndarray:
-    """CPU milliseconds of each step after the first, float64 [num_steps]: other programs may use the core meanwhile."""
+    """CPU milliseconds of each step after the first, the least of `REPEATS` plannings, float64 [num_steps].
+
+    Other programs may use the core meanwhile: CPU time leaves out their turns, the least what they do to caches.
+    """
     workload = resized(size.num_ranks)
     planner = make_planner(workload, strategy, MAX_TOKENS_PER_RANK)
     seconds = []
     for lengths in draw_samples(workload, num_steps + WARM_UP, size.num_samples):
-        start = process_time()
-        planner(lengths)
-        seconds.append(process_time() - start)
+        spent = []
+        for _ in range(REPEATS):
+            start = process_time()
+            planner(lengths)
+            spent.append(process_time() - start)
+        seconds.append(min(spent))
     return 1000 * np.array(seconds[WARM_UP:])
 
 

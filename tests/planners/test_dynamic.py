@@ -118,7 +118,7 @@ def test_ladder_of_group_sizes(num_ranks: int, ladder: list[int]) -> None:
 
 
 def _groups(degrees: list[int], num_ranks: int) -> list[tuple[int, int]]:
-    partition = tile_cluster(degrees, make_cluster(num_ranks))
+    partition = tile_cluster(tuple(degrees), num_ranks, make_cluster(num_ranks).ranks_per_node)
     return list(zip(partition.first.tolist(), partition.size.tolist(), strict=True))
 
 

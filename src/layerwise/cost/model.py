@@ -7,10 +7,11 @@ runtime's routes are built from. Seconds are as good as the rates of the Cluster
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -97,13 +98,11 @@ class _LayerWork(NamedTuple):
     from_tiles: Sent
 
 
-class _SiteTimes(NamedTuple):
-    """A micro-batch's times, and what they were made from; `kind_s` and `moves_s` are their shares of its seconds."""
+class _Sum(NamedTuple):
+    """A micro-batch's times, and the shares of its seconds that each layer kind and all moves have."""
 
     times: MicrobatchTimes
-    work: list[_LayerWork]
     kind_s: list[float]
-    moves: list[Moved]
     moves_s: float
 
 
@@ -217,44 +216,55 @@ class CostModel:
     def _is_slow(self, sent: Sent) -> Any:
         return self.cluster.node_of(sent.src) != self.cluster.node_of(sent.dst)
 
-    def time_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchTimes:
-        """Seconds of one micro-batch, from its shards and tiles; `predict_microbatch` without the rest."""
-        return self._site_times(microbatch).times
+    def time_microbatch(
+        self, microbatch: MicrobatchPlan, known: Mapping[str, LayerTimes] = MappingProxyType({})
+    ) -> MicrobatchTimes:
+        """Seconds of one micro-batch, from its shards and tiles; `predict_microbatch` without the rest.
+
+        known: times of layer kinds whose shards and tiles are those of another micro-batch.
+        """
+        rest = [layer for layer in self.layers if layer.kind not in known]
+        times = {**known, **{layer.kind: self._layer_work(microbatch, layer).times for layer in rest}}
+        return self._sum_up(microbatch, times, self.moves(microbatch)).times
 
     def predict_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchPrediction:
         """Seconds, bytes and calls of one micro-batch, from its shards and tiles."""
-        sites = self._site_times(microbatch)
+        work = [self._layer_work(microbatch, layer) for layer in self.layers]
+        moves = self.moves(microbatch)
+        total = self._sum_up(
+            microbatch, {layer.kind: w.times for layer, w in zip(self.layers, work, strict=True)}, moves
+        )
         return MicrobatchPrediction(
-            **vars(sites.times),
+            **vars(total.times),
             tokens=microbatch.tokens_per_rank(self.cluster.num_ranks),
             kinds={
-                layer.kind: self._kind_prediction(microbatch, layer, work, seconds)
-                for layer, work, seconds in zip(self.layers, sites.work, sites.kind_s, strict=True)
+                layer.kind: self._kind_prediction(microbatch, layer, w, seconds)
+                for layer, w, seconds in zip(self.layers, work, total.kind_s, strict=True)
             },
-            moves=self._moves_prediction(microbatch, sites.moves, sites.moves_s),
+            moves=self._moves_prediction(microbatch, moves, total.moves_s),
         )
 
-    def _site_times(self, microbatch: MicrobatchPlan) -> _SiteTimes:
+    def _sum_up(self, microbatch: MicrobatchPlan, times: Mapping[str, LayerTimes], moves: list[Moved]) -> _Sum:
         tokens = microbatch.tokens_per_rank(self.cluster.num_ranks)
-        work = [self._layer_work(microbatch, layer) for layer in self.layers]
-        layer_s = (layer.num_layers * w.times.total_s for layer, w in zip(self.layers, work, strict=True))
-        moves = self.moves(microbatch)
+        layer_s = (layer.num_layers * times[layer.kind].total_s for layer in self.layers)
         site_s = np.stack([self.head_token_s * tokens, *layer_s, *(m.times * self.move_s(m.sent) for m in moves)])
         rank_s = site_s.sum(axis=0)
         # Every site waits for its slowest rank, or only the end of the step waits for the slowest rank.
         spent = site_s.max(axis=1) if self.cluster.sync == "layer" else site_s[:, rank_s.argmax()]
-        slow_bytes = sum(
-            layer.num_layers * self.passes * (self._slow_bytes(w.to_tiles) + self._slow_bytes(w.from_tiles))
-            for layer, w in zip(self.layers, work, strict=True)
-        ) + sum(MOVE_PASSES * moved.times * self._slow_bytes(moved.sent) for moved in moves)
-        times = MicrobatchTimes(
-            seconds=float(spent.sum()),
-            rank_s=rank_s,
-            head_s=float(spent[0]),
-            times={layer.kind: w.times for layer, w in zip(self.layers, work, strict=True)},
-            slow_bytes=slow_bytes,
+        slow_bytes = sum(layer.num_layers * times[layer.kind].slow_bytes for layer in self.layers)
+        slow_bytes += sum(MOVE_PASSES * moved.times * self._slow_bytes(moved.sent) for moved in moves)
+        num_kinds = len(self.layers)
+        return _Sum(
+            times=MicrobatchTimes(
+                seconds=float(spent.sum()),
+                rank_s=rank_s,
+                head_s=float(spent[0]),
+                times=dict(times),
+                slow_bytes=slow_bytes,
+            ),
+            kind_s=spent[1 : 1 + num_kinds].tolist(),
+            moves_s=float(spent[1 + num_kinds :].sum()),
         )
-        return _SiteTimes(times, work, spent[1 : 1 + len(work)].tolist(), moves, float(spent[1 + len(work) :].sum()))
 
     def _slow_bytes(self, sent: Sent) -> int:
         return int(sent.sent_bytes[self._is_slow(sent)].sum())
@@ -308,6 +318,7 @@ class CostModel:
                 to_tiles_s=self.passes * self.exchange_s(to_tiles),
                 from_tiles_s=self.passes * self.exchange_s(from_tiles),
                 exposed_s=layer.exposed_s(linear_s + attention_s, tokens),
+                slow_bytes=self.passes * (self._slow_bytes(to_tiles) + self._slow_bytes(from_tiles)),
             ),
             attention_flops=_sum_by(rank, attention_flops(tiles, layer.spec), num_ranks),
             to_tiles=to_tiles,

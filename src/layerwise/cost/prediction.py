@@ -12,7 +12,8 @@ from layerwise.plan import Ints
 class LayerTimes:
     """One layer on every rank, forward and backward together: seconds, float64 [num_ranks] each.
 
-    exposed_s is parameter and dispatch traffic that compute does not hide.
+    exposed_s is parameter and dispatch traffic that compute does not hide. slow_bytes: what all ranks together send
+    between nodes.
     """
 
     linear_s: Floats
@@ -20,6 +21,7 @@ class LayerTimes:
     to_tiles_s: Floats
     from_tiles_s: Floats
     exposed_s: Floats
+    slow_bytes: int
 
     @property
     def compute_s(self) -> Floats:

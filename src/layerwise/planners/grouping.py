@@ -7,6 +7,7 @@ samples are repacked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -111,7 +112,7 @@ def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partitio
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
     lengths = problem.lengths[samples]
-    loads, base = loads_in(problem, lengths, classes), group_base(problem.cost, classes)
+    loads, base = _loads(problem, lengths, classes), group_base(problem.cost, classes)
     allowed = lengths[:, None] <= np.array(degrees) * problem.max_tokens_per_rank
     room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
     capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
@@ -128,7 +129,20 @@ def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partitio
     ]
 
 
-def loads_in(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> Floats:
+def height_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> float:
+    """The makespan of the same groups with other loads."""
+    degrees = np.unique(found.partition.size).tolist()
+    classes = [class_of(degree) for degree in degrees]
+    packing = replace(
+        found.packing,
+        loads=_loads(problem, problem.lengths[found.samples], classes),
+        base=group_base(problem.cost, classes),
+        bin_class=np.searchsorted(degrees, found.partition.size),
+    )
+    return packing.makespan(found.bin_of)
+
+
+def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> Floats:
     """As `group_loads`, but a sample that no node can hold keeps its group as wide as it is."""
     loads = group_loads(problem.cost, lengths, classes)
     too_long = lengths > problem.cluster.ranks_per_node * problem.max_tokens_per_rank

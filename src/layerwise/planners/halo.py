@@ -6,16 +6,18 @@ cut (the rival answer to repacking: Megatron-LM issue 5593). Layers that need wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import MicrobatchTimes
+from layerwise.cost import LayerTimes, MicrobatchTimes
 from layerwise.plan import MicrobatchPlan, Parent, tile_table
-from layerwise.planners.dynamic import group_step
+from layerwise.planners.dynamic import Division, group_step
 from layerwise.planners.estimate import GroupClass
+from layerwise.planners.grouping import height_with
 from layerwise.planners.layout import halo_tile_rows, lay_out
 from layerwise.planners.problem import GroupOptions, StepProblem
 
@@ -42,16 +44,19 @@ def halo_class(degree: int) -> GroupClass:
 
 def plan_halo(problem: StepProblem, options: HaloOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
     """The groups of `dynamic`, or those chosen for halos, with halos; with fallback, no slower than without."""
-    divisions = (group_step(problem, options, class_of) for class_of in (GroupClass, halo_class))
-    groups = dict.fromkeys(tuple(groupings[0].parents() for groupings in division) for division in divisions)
-    steps = []
-    for parents in groups:
-        wide = (lay_out(problem.lengths, problem.cost.attention, found) for found in parents)
-        ways = [_ways(problem, microbatch, options) for microbatch in wide]
-        steps += [list(step) for step in zip(*ways, strict=True)]
+    kept, own = (group_step(problem, options, class_of) for class_of in (GroupClass, halo_class))
+    suited = min(kept, own, key=lambda division: sum(height_with(problem, found[0], halo_class) for found in division))
+    ways = [_ways(problem, microbatch, options) for microbatch in _lay_out(problem, suited)]
+    steps = [list(step) for step in zip(*ways, strict=True)]
+    if options.fallback and suited is own:
+        steps.append([_use_halos(problem, microbatch, {}) for microbatch in _lay_out(problem, kept)])
     best = min(steps, key=lambda step: problem.cost.step_s([found.times for found in step]))
     parents, halo = sum(found.num_parents for found in best), sum(found.num_halo for found in best)
     return tuple(found.microbatch for found in best), {"parents": parents, "halo": halo, "fallbacks": parents - halo}
+
+
+def _lay_out(problem: StepProblem, division: Division) -> Iterator[MicrobatchPlan]:
+    return (lay_out(problem.lengths, problem.cost.attention, groupings[0].parents()) for groupings in division)
 
 
 def _ways(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> list[_Halos]:
@@ -59,15 +64,17 @@ def _ways(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> l
 
     Groups share no rank, so where ranks wait at every layer no other choice of groups is faster.
     """
-    local = [kind for kind, spec in problem.cost.attention.items() if spec.is_local]
-    everywhere = _use_halos(problem, wide, dict.fromkeys(local, wide.parents))
+    specs = problem.cost.attention
+    local = [kind for kind, spec in specs.items() if spec.is_local]
+    nowhere = _use_halos(problem, wide, {})
+    known = {kind: nowhere.times.times[kind] for kind in specs if kind not in local}
+    everywhere = _use_halos(problem, wide, dict.fromkeys(local, wide.parents), known)
     if not options.fallback:
         return [everywhere]
-    nowhere = _use_halos(problem, wide, {})
     chosen = {kind: tuple(p for p in wide.parents if _gains(p, kind, everywhere, nowhere)) for kind in local}
     if all(chosen[kind] == wide.parents for kind in local):
         return [everywhere, nowhere]
-    return [_use_halos(problem, wide, chosen) if any(chosen.values()) else nowhere, nowhere]
+    return [_use_halos(problem, wide, chosen, known) if any(chosen.values()) else nowhere, nowhere]
 
 
 def _gains(parent: Parent, kind: str, halo: _Halos, wide: _Halos) -> bool:
@@ -77,8 +84,13 @@ def _gains(parent: Parent, kind: str, halo: _Halos, wide: _Halos) -> bool:
     return halo_s <= wide_s
 
 
-def _use_halos(problem: StepProblem, wide: MicrobatchPlan, parents_of: Mapping[str, tuple[Parent, ...]]) -> _Halos:
-    """The micro-batch with halos in layers of each kind for the groups given with it."""
+def _use_halos(
+    problem: StepProblem,
+    wide: MicrobatchPlan,
+    parents_of: Mapping[str, tuple[Parent, ...]],
+    known: Mapping[str, LayerTimes] = MappingProxyType({}),
+) -> _Halos:
+    """The micro-batch with halos in layers of each kind for the groups given with it; `known` times of other kinds."""
     tiles = dict(wide.tiles)
     for kind, parents in parents_of.items():
         samples = [sample for parent in parents for sample in parent.samples]
@@ -88,4 +100,4 @@ def _use_halos(problem: StepProblem, wide: MicrobatchPlan, parents_of: Mapping[s
     shared = [parent for parent in wide.parents if parent.sp_degree > 1]
     halo = [parent for parent in shared if parents_of and all(parent in parents for parents in parents_of.values())]
     microbatch = replace(wide, tiles=tiles)
-    return _Halos(microbatch, problem.cost.time_microbatch(microbatch), len(shared), len(halo))
+    return _Halos(microbatch, problem.cost.time_microbatch(microbatch, known), len(shared), len(halo))

@@ -52,10 +52,10 @@ def _improve_step(problem: StepProblem, division: Division, options: RepackOptio
 
 def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Repacked:
     """The best of other groups and memberships, found with the loads that hold after repacking."""
-    parents = best.microbatch.parents
+    parents, cluster = best.microbatch.parents, problem.cluster
     samples = np.sort(np.concatenate([parent.samples for parent in parents])).astype(np.int64)
     candidates = [
-        tile_cluster([parent.sp_degree for parent in parents], problem.cluster),
+        tile_cluster(tuple(parent.sp_degree for parent in parents), cluster.num_ranks, cluster.ranks_per_node),
         *partitions(problem, samples, widths_allowed(problem, options.max_sp_degree)),
     ]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
+from layerwise.cost import Floats
 from layerwise.plan import Ints
 from layerwise.planners.problem import StepProblem, degree_ladder
-from layerwise.spec import ClusterSpec
 
 # A sample gets the smallest group in which its seconds per rank stay below this multiple of the mean over ranks.
 WORK_SHARES = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, np.inf)
@@ -33,26 +34,26 @@ def partitions(problem: StepProblem, samples: Ints, ladder: Sequence[int]) -> li
         counts += _all_degrees(cluster.num_ranks, tuple(reversed(ladder)))
     else:
         for share in WORK_SHARES:
-            demand = _demand(problem, samples, ladder, share)
-            for round_up in (True, False):
-                counts.append(tuple(_group_degrees(problem, samples, demand, ladder, round_up)))
+            groups = _groups_filled(problem, samples, ladder, share)
+            counts += [tuple(_group_degrees(groups, ladder, round_up)) for round_up in (True, False)]
     found = {}
     for degrees in dict.fromkeys(counts):
-        partition = tile_cluster(degrees, cluster)
+        partition = tile_cluster(degrees, cluster.num_ranks, cluster.ranks_per_node)
         found[partition.size.tobytes()] = partition
     return list(found.values())
 
 
-def tile_cluster(degrees: Sequence[int], cluster: ClusterSpec) -> Partition:
+@lru_cache(maxsize=1024)
+def tile_cluster(degrees: tuple[int, ...], num_ranks: int, ranks_per_node: int) -> Partition:
     """Groups of these degrees, given in descending order, as long as ranks last; then single ranks."""
     parts, cursor = [], 0
     for degree in sorted(set(degrees), reverse=True):
-        first, end = aligned_blocks(degree, cluster.num_ranks, cluster.ranks_per_node)
+        first, end = aligned_blocks(degree, num_ranks, ranks_per_node)
         begin = int(np.searchsorted(first, cursor))
         chosen = slice(begin, begin + degrees.count(degree))
         parts.append((first[chosen], end[chosen] - first[chosen]))
         cursor = int(end[chosen][-1]) if len(end[chosen]) else cursor
-    rest = np.arange(cursor, cluster.num_ranks)
+    rest = np.arange(cursor, num_ranks)
     parts.append((rest, np.ones_like(rest)))
     return Partition(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -80,25 +81,21 @@ def _all_degrees(ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
     ]
 
 
-def _demand(problem: StepProblem, samples: Ints, ladder: Sequence[int], share: float) -> Ints:
-    """The group size that each sample asks for, int64 [samples]."""
-    work, mean = problem.work_s[samples], problem.work_s[samples].sum() / problem.cluster.num_ranks
-    sizes = np.array(ladder)
+def _groups_filled(problem: StepProblem, samples: Ints, ladder: Sequence[int], share: float) -> Floats:
+    """How many groups of each size the samples that ask for it fill, float64 [sizes]."""
+    work, sizes = problem.work_s[samples], np.array(ladder)
+    mean = work.sum() / problem.cluster.num_ranks
     by_tokens = np.searchsorted(sizes * problem.max_tokens_per_rank, problem.lengths[samples])
     by_work = np.searchsorted(sizes * share * mean, work * (1 - 1e-9))
-    return np.asarray(sizes[np.minimum(np.maximum(by_tokens, by_work), len(sizes) - 1)])
+    asked = np.minimum(np.maximum(by_tokens, by_work), len(sizes) - 1)
+    return np.asarray(np.bincount(asked, weights=work, minlength=len(sizes)) / (sizes * mean))
 
 
-def _group_degrees(
-    problem: StepProblem, samples: Ints, demand: Ints, ladder: Sequence[int], round_up: bool
-) -> Iterator[int]:
-    """How many groups of each size the demand fills, widest first."""
-    work = problem.work_s[samples]
-    mean = work.sum() / problem.cluster.num_ranks
-    for degree in reversed(ladder[1:]):
-        groups = work[demand == degree].sum() / (degree * mean)
-        if groups > 0:
-            yield from [degree] * max(1, int(np.ceil(groups) if round_up else groups))
+def _group_degrees(groups: Floats, ladder: Sequence[int], round_up: bool) -> Iterator[int]:
+    """The sizes of whole groups, widest first; ranks alone are what is left."""
+    for degree, count in zip(reversed(ladder[1:]), groups[:0:-1].tolist(), strict=True):
+        if count > 0:
+            yield from [degree] * max(1, ceil(count) if round_up else int(count))
 
 
 def widths_allowed(problem: StepProblem, max_sp_degree: int | None) -> list[int]:

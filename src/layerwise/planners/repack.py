@@ -8,7 +8,7 @@ predicts that children would be slower, or where a sample does not fit into a no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
@@ -17,8 +17,8 @@ from layerwise.cost import Floats, MicrobatchTimes
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.dynamic import Division, divisions, level_s
-from layerwise.planners.estimate import GroupClass, group_base
-from layerwise.planners.grouping import Grouping, group_samples, loads_in
+from layerwise.planners.estimate import GroupClass
+from layerwise.planners.grouping import Grouping, group_samples, height_with
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
@@ -129,15 +129,7 @@ def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> b
 
 
 def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -> float:
-    degrees = np.unique(found.partition.size).tolist()
-    classes = [repacked_class(problem, degree, options) for degree in degrees]
-    packing = replace(
-        found.packing,
-        loads=loads_in(problem, problem.lengths[found.samples], classes),
-        base=group_base(problem.cost, classes),
-        bin_class=np.searchsorted(degrees, found.partition.size),
-    )
-    return packing.makespan(found.bin_of)
+    return height_with(problem, found, lambda degree: repacked_class(problem, degree, options))
 
 
 def repacked_class(problem: StepProblem, degree: int, options: RepackOptions) -> GroupClass:

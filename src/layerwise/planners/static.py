@@ -58,7 +58,8 @@ def _try_split(
     if part_of is None:
         return None
     microbatches = []
-    partition = tile_cluster((degree,) * (problem.cluster.num_ranks // degree), problem.cluster)
+    num_ranks = problem.cluster.num_ranks
+    partition = tile_cluster((degree,) * (num_ranks // degree), num_ranks, problem.cluster.ranks_per_node)
     for part in range(num_microbatches):
         samples = np.flatnonzero(part_of == part)
         found = group_samples(problem, samples, [partition], GroupClass) if len(samples) else []
