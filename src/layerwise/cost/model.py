@@ -223,8 +223,10 @@ class CostModel:
 
         known: times of layer kinds whose shards and tiles are those of another micro-batch.
         """
-        rest = [layer for layer in self.layers if layer.kind not in known]
-        times = {**known, **{layer.kind: self._layer_work(microbatch, layer).times for layer in rest}}
+        times = dict(known)
+        for layer in self.layers:
+            if layer.kind not in times:
+                times[layer.kind] = self._layer_work(microbatch, layer).times
         return self._sum_up(microbatch, times, self.moves(microbatch)).times
 
     def predict_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchPrediction:
