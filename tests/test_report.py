@@ -73,6 +73,18 @@ class TestTable:
         rows = [metrics_row(1, 5.0, step_s=90.0)] + [metrics_row(i, 5.0) for i in (2, 3)]
         assert strategy_rows([run("a", rows)])[0]["step time on this machine"] == "2.00 s"
 
+    def test_experts_and_moves_are_exchanges_but_no_layers(self):
+        row = metrics_row(1, 5.0)
+        for kind in ("experts", "moves"):
+            row["exchange"][kind] = {"slow_bytes": 5_000_000, "fast_bytes": 6_000_000, "calls": 8}
+        (numbers,) = strategy_rows([run("a", [row])])
+        assert (numbers["slow link per step, experts"], numbers["fast link per step, moves"]) == ("5 MB", "6 MB")
+        assert {key for key in numbers if key.startswith("all-to-all calls")} == {
+            "all-to-all calls per layer, full layers",
+            "all-to-all calls per layer, sliding layers",
+        }
+        assert "0 B over the slow link" in headline([run("a", [row])])
+
     def test_kind_that_only_one_run_has(self):
         rows = strategy_rows([run("a", [metrics_row(1, 5.0, exchange={})]), run("b", [metrics_row(1, 5.0)])])
         assert rows[0]["slow link per step, full layers"] == "0 B"

@@ -37,5 +37,6 @@ def ranks_label(ranks: Iterable[int]) -> str:
 
 
 def kind_label(kind: str) -> str:
-    """A layer kind for people: "sliding_attention" reads "sliding layers"."""
-    return kind.removesuffix("_attention").replace("_", " ") + " layers"
+    """A layer kind for people: "sliding_attention" reads "sliding layers"; what is none, such as "experts", stays."""
+    name = kind.removesuffix("_attention")
+    return kind if name == kind else name.replace("_", " ") + " layers"

@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,21 +81,33 @@ def test_on_a_gpu_kernels_count() -> None:
     assert {name: round(s * 1e6) for name, s in seconds.items() if s} == {"attention.full_attention": 70, "other": 60}
 
 
-@pytest.mark.ranks
-def test_a_profiled_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    delay_s, attend = 0.02, routes.attend
+DELAY_S = 0.02
+
+
+def train_with_slow_attention(out: Path) -> None:
+    """Profile two ranks whose every attention takes at least DELAY_S."""
+    attend = routes.attend
 
     def slow(*args: Any) -> Tensor:
-        time.sleep(delay_s)
+        time.sleep(DELAY_S)
         return attend(*args)
 
-    monkeypatch.setattr(routes, "attend", slow)
+    routes.attend = slow
     config = small_config(
-        write_samples(tmp_path), 1, 2, "num_steps=6", "strategy=static", "strategy_options={sp_degree: 2}"
+        write_samples(out.parent), 1, 2, "num_steps=6", "strategy=static", "strategy_options={sp_degree: 2}"
     )
-    out = tmp_path / "run"
     prepare_folder(config, out)
     run_training(config, load_data([config]), out, profile=True)
+
+
+@pytest.mark.ranks
+def test_a_profiled_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    # As from a command line: ranks forked from a process in which others ran may inherit broken threads.
+    process = get_context("spawn").Process(target=train_with_slow_attention, args=(out,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     rows = metrics(out)
 
     summary = json.loads((out / "profile" / "steps.json").read_text())
@@ -104,7 +117,7 @@ def test_a_profiled_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         found = dict(zip(summary["sections"], seconds, strict=True))
         assert sum(seconds) == pytest.approx(sum(row["step_s"] for row in rows[2:5]) / 3, rel=0.2)
         for kind in ("full_attention", "sliding_attention"):
-            assert found[f"attention.{kind}"] >= delay_s * microbatches
+            assert found[f"attention.{kind}"] >= DELAY_S * microbatches
             assert found[f"exchange_in.{kind}"] > 0
             assert found[f"exchange_out.{kind}"] > 0
         assert found["moe"] > 0

@@ -71,8 +71,12 @@ def test_more_and_fewer_steps_than_before(
 ) -> None:
     out, expected = whole
     copy = stopped_after(out, 8, tmp_path / "run")
-    assert train_small(small_config(samples, 1, 1, *CHECKPOINTS, "num_steps=7"), copy, resume=True) == expected
-    assert "nothing to do: num_steps=7, and 8 steps are taken; raise num_steps" in capsys.readouterr().err
+    config_text = (copy / "config.yaml").read_text()
+    with pytest.raises(SpecError, match=r"num_steps=7, but 8 steps are taken; give num_steps=8 or more"):
+        train_small(small_config(samples, 1, 1, *CHECKPOINTS, "num_steps=7"), copy, resume=True)
+    assert (copy / "config.yaml").read_text() == config_text
+    assert train_small(small_config(samples, 1, 1, *CHECKPOINTS, "num_steps=8"), copy, resume=True) == expected
+    assert "nothing to do: num_steps=8, and 8 steps are taken; raise num_steps" in capsys.readouterr().err
     rows = train_small(small_config(samples, 1, 1, *CHECKPOINTS, "num_steps=10"), copy, resume=True)
     assert "nothing to do" not in capsys.readouterr().err
     assert rows[:8] == expected

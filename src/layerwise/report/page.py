@@ -65,9 +65,10 @@ def strategy_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
 def headline(runs: Sequence[RunRecord]) -> str:
     """What the first and the last run show, in one sentence."""
     first, last = runs[0], runs[-1]
-    sparse = [kind for kind in _kinds(runs) if kind != FULL]
+    kinds = [kind for kind in _kinds(runs) if kind in first.num_layers]
+    sparse = [kind for kind in kinds if kind != FULL]
     subject = "Sparse layers" if sparse else "Attention layers"
-    moved = [format_bytes(_slow_bytes(run, sparse or _kinds(runs))) for run in (first, last)]
+    moved = [format_bytes(_slow_bytes(run, sparse or kinds)) for run in (first, last)]
     if len(runs) == 1:
         change = f"from {first.rows[0]['loss']:.4f} to {first.rows[-1]['loss']:.4f} in {len(first.rows)} steps"
         return f"{subject} moved {moved[0]} over the slow link per step with {first.strategy}; the loss went {change}."
@@ -130,7 +131,7 @@ def _strategy_row(run: RunRecord, kinds: list[str]) -> dict[str, str]:
             row[f"{link} link per step, {kind_label(kind)}"] = format_bytes(
                 mean_of(rows, "exchange", kind, f"{link}_bytes")
             )
-    for kind in kinds:
+    for kind in filter(run.num_layers.__contains__, kinds):
         row[f"all-to-all calls per layer, {kind_label(kind)}"] = f"{_calls_per_layer(run, kind):.2f}"
     row["parents formed"] = _groups(by_degree(rows, "parents"))
     row["children formed"] = _groups(by_degree(rows, "children"))
@@ -139,6 +140,7 @@ def _strategy_row(run: RunRecord, kinds: list[str]) -> dict[str, str]:
 
 
 def _kinds(runs: Sequence[RunRecord]) -> list[str]:
+    """Layer kinds, and what else was exchanged: routed rows of experts, hidden states that moved."""
     return list(dict.fromkeys(kind for run in runs for row in run.rows for kind in row["exchange"]))
 
 

@@ -57,6 +57,11 @@ def prepare_folder(config: TrainConfig, out: Path, *, overwrite: bool = False, r
         raise SpecError(_holds_a_run(out if metrics.exists() else checkpoints))
     if resume and saved and not metrics.exists():
         raise SpecError(f"--resume: {checkpoints} holds checkpoints, but {metrics} is not there; is --out the same?")
+    taken = next(iter(saved), 0)
+    if resume and taken > config.num_steps:
+        raise SpecError(
+            f"--resume: num_steps={config.num_steps}, but {taken} steps are taken; give num_steps={taken} or more"
+        )
     with _writing(f"--out {out}"):
         _make(out)
         if overwrite:
