@@ -165,9 +165,9 @@ def test_json_round_trip(strategy: str) -> None:
         assert again.digest() == plan.digest()
 
 
-def test_plan_files_from_before_shards_by_kind_are_read() -> None:
+def test_plan_files_from_before_shards_by_kind_and_layer_types_are_read() -> None:
     data = json.loads(_plan().to_json())
-    del data["microbatches"][0]["shards_by_kind"]
+    del data["microbatches"][0]["shards_by_kind"], data["layer_types"]
     assert StepPlan.from_json(json.dumps(data)) == _plan()
 
 
@@ -193,6 +193,8 @@ def test_the_digest_sees_every_change() -> None:
         _plan(ranks_per_node=4),
         _plan(max_tokens_per_rank=6),
         _plan(shards=_swap(SHARDS, 2, Shard(1, 3, 0, 4))),
+        _plan(layer_types=("full_attention", "sliding_attention")),
+        _plan(layer_types=("sliding_attention", "full_attention")),
         _plan(own={"full_attention": MOVED}),
         _plan(own={"sliding_attention": MOVED}),
         _plan(full=_swap(FULL_TILES, 4, Tile(1, 3, 0, 4, 0, 0, 8))),

@@ -158,7 +158,11 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """A whole optimizer step. `notes` are counters that the strategy wants reported (fallbacks, moves)."""
+    """A whole optimizer step.
+
+    notes: counters that the strategy wants reported (fallbacks, moves). layer_types: the kind of every layer of the
+    model that it was made for; empty where the planner does not say.
+    """
 
     strategy: str
     num_ranks: int
@@ -168,6 +172,7 @@ class StepPlan:
     attention: dict[str, AttentionSpec]
     microbatches: tuple[MicrobatchPlan, ...]
     notes: dict[str, int] = field(default_factory=dict)
+    layer_types: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -205,7 +210,8 @@ class StepPlan:
 
     def digest(self) -> int:
         """A 63-bit hash of everything that ranks must agree on."""
-        head = (self.strategy, self.num_ranks, self.ranks_per_node, self.max_tokens_per_rank, self.lengths)
+        size = (self.num_ranks, self.ranks_per_node, self.max_tokens_per_rank)
+        head = (self.strategy, *size, self.lengths, self.layer_types)
         state = hashlib.blake2b(repr(head).encode(), digest_size=8)
         for kind, spec in sorted(self.attention.items()):
             state.update(f"{kind}:{spec!r}".encode())
@@ -240,6 +246,7 @@ class StepPlan:
                     for m in self.microbatches
                 ],
                 "notes": self.notes,
+                "layer_types": self.layer_types,
             }
         )
 
@@ -252,6 +259,8 @@ class StepPlan:
                 raise PlanError("not a layerwise-plan-1 file")
             del data["shard_fields"], data["tile_fields"]
             data["lengths"] = tuple(data["lengths"])
+            # Files written before plans named their model's layers have none.
+            data["layer_types"] = tuple(data.get("layer_types", ()))
             data["attention"] = {kind: AttentionSpec(**spec) for kind, spec in data["attention"].items()}
             data["microbatches"] = tuple(_microbatch_from(m) for m in data["microbatches"])
             plan = cls(**data)

@@ -193,6 +193,13 @@ class TestRows:
         with pytest.raises(DataError, match=r"1: 2 input_ids but labels of shape \(1,\)"):
             load(path)
 
+    def test_padding_and_packed_documents_raise(self, tmp_path, writer, suffix):
+        whole = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "position_ids": [0, 1, 2]}
+        for field, values in (("attention_mask", [1, 1, 0]), ("position_ids", [0, 1, 0])):
+            path = writer(tmp_path / f"{field}{suffix}", [whole, whole | {field: values}])
+            with pytest.raises(DataError, match=f"2: {field} is 0 at position 2, expected"):
+                load(path)
+
     def test_empty_sample_is_named(self, tmp_path, writer, suffix):
         path = writer(tmp_path / f"x{suffix}", [{"input_ids": [1]}, {"input_ids": []}])
         with pytest.raises(DataError, match=r"(line|row) 2: expected a non-empty list of token ids"):

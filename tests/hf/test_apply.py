@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from transformers import DynamicCache
 
 import layerwise.hf as lwhf
 from layerwise import ModelSpec, PlannedLoader, solo_world
-from layerwise.errors import SpecError, UnsupportedError
+from layerwise.errors import DataError, SpecError, UnsupportedError
 from layerwise.hf.attention import attention_function
 from layerwise.hf.calls import PASS, ForwardPass
 from layerwise.hf.families import AUX_LOSS_FAMILIES
@@ -115,6 +116,7 @@ def test_another_attention_can_be_chosen_again() -> None:
         ({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, r"shape \(1, 4\), expected .* \(1, 5\)"),
         ({"input_ids": torch.zeros(5, 1, dtype=torch.int64)}, r"shape \(5, 1\), expected"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q.* would have to ignore"),
+        ({"sliding_window": 3}, "sliding_window.* would have to ignore"),
     ],
 )
 def test_inputs_that_would_be_wrong_raise(changes: dict[str, Any], message: str) -> None:
@@ -125,8 +127,60 @@ def test_inputs_that_would_be_wrong_raise(changes: dict[str, Any], message: str)
 
 
 def test_a_forward_without_routes_raises() -> None:
-    with pytest.raises(SpecError, match="without routes"):
+    with pytest.raises(SpecError, match=r"LlamaForCausalLM was called without routes.*`with batch\.routes\(\):`"):
         applied(tiny_model("llama"))(input_ids=torch.arange(5)[None])
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+def test_another_attention_within_routes_raises(other: str) -> None:
+    model = applied(tiny_model("llama"))
+    batch = one_rank_batch(model, make_samples((5,)))
+    model.set_attn_implementation(other)
+    with batch.routes(), pytest.raises(SpecError, match=f"attention is '{other}', which would mix up samples"):
+        model(input_ids=batch.input_ids, position_ids=batch.position_ids)
+    assert model(input_ids=batch.input_ids).logits.shape[1] == 5
+
+
+@pytest.mark.parametrize("strategy", ["dynamic", "redistribute"])
+@pytest.mark.parametrize("kinds", ["fss", "sf", "sfsfs"], ids=["other order", "fewer layers", "more layers"])
+def test_a_plan_made_for_other_layers_raises(kinds: str, strategy: str) -> None:
+    model = applied(tiny_model("olmo3"))
+    names = {"f": "full_attention", "s": "sliding_attention"}
+    config = copy.deepcopy(model.config)
+    config.layer_types, config.num_hidden_layers = [names[kind] for kind in kinds], len(kinds)
+    planner = planner_for(strategy, 1, config, (5,))
+    (batch,) = lwhf.batches(PlannedLoader(dataset=make_samples((5,)), planner=planner, world=solo_world(), steps=[[0]]))
+    assert config.layer_types != model.config.layer_types
+    planned, own = (str(tuple(c.layer_types)) for c in (config, model.config))
+    with batch.routes(), pytest.raises(SpecError) as raised:
+        lwhf.loss(model, batch)
+    assert "the plan was made for the layers" in str(raised.value)
+    assert planned in str(raised.value)
+    assert own in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("attention_mask", [1, 1, 1, 0, 0], "is 0 at position 3, expected all ones.*remove the padding"),
+        ("attention_mask", [True, True, True, True, False], "is False at position 4.*remove the padding"),
+        ("attention_mask", [1, 1, 1], r"has shape \(3,\), expected .* of shape \(5,\).*remove the padding"),
+        ("attention_mask", [[1], [1, 1]], "is not a list of numbers"),
+        ("position_ids", [0, 1, 2, 0, 1], "is 0 at position 3, expected 0, 1, .*each document as a sample of its own"),
+        ("position_ids", torch.arange(5) + 1, "is 1 at position 0.*each document as a sample of its own"),
+    ],
+)
+def test_padded_and_packed_samples_raise(field: str, values: Any, message: str) -> None:
+    first, second = make_samples((12, 5))
+    with pytest.raises(DataError, match=f"sample 1: {field} {message}"):
+        one_rank_batch(tiny_model("llama"), [first, second | {field: values}])
+
+
+def test_samples_that_say_they_are_whole_are_taken() -> None:
+    (sample,) = make_samples((5,))
+    for mask in (torch.ones(5), np.ones(5, bool), [1] * 5):
+        whole = sample | {"attention_mask": mask, "position_ids": list(range(5))}
+        assert one_rank_batch(tiny_model("llama"), [whole]).input_ids.tolist() == [sample["input_ids"].tolist()]
 
 
 def test_a_batch_that_has_no_plan_raises() -> None:
@@ -145,11 +199,21 @@ def test_the_routes_of_another_microbatch_raise() -> None:
         lwhf.loss(model, batch)
 
 
-def test_a_model_without_a_language_model_head_raises() -> None:
-    model = transformers.AutoModel.from_config(copy.deepcopy(tiny_model("llama").config))
-    lwhf.apply(model)
+@pytest.mark.parametrize("name", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_a_model_without_a_language_model_head_is_refused(name: str) -> None:
+    model = getattr(transformers, name).from_config(copy.deepcopy(tiny_model("llama").config))
+    with pytest.raises(
+        UnsupportedError, match=r"Llama\w+ is refused: .* no language-model head.* AutoModelForCausalLM"
+    ):
+        lwhf.apply(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_output_without_logits_raises() -> None:
+    model = applied(tiny_model("llama"))
+    model.register_forward_hook(lambda module, inputs, output: output.logits)
     batch = one_rank_batch(model, make_samples((5,)))
-    with batch.routes(), pytest.raises(SpecError, match=r"logits of shape None.* take an AutoModelForCausalLM"):
+    with batch.routes(), pytest.raises(SpecError, match=r"logits of shape None.* a hook or wrapper"):
         lwhf.loss(model, batch)
 
 
@@ -196,6 +260,12 @@ def test_families_and_options_that_would_be_wrong_are_refused(name: str, changes
     config = AutoConfig.for_model(name, **BASE | changes)
     with pytest.raises(UnsupportedError, match=message):
         lwhf.model_spec(config)
+
+
+def test_model_spec_takes_a_config() -> None:
+    for given in (tiny_model("llama"), "llama", {"model_type": "llama"}):
+        with pytest.raises(SpecError, match=r"takes a config, got \w+; pass model\.config"):
+            lwhf.model_spec(given)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # peft calls renamed methods of transformers

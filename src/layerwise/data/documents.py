@@ -13,7 +13,7 @@ import numpy as np
 
 from layerwise.data.chat import ChatTemplate, load_template
 from layerwise.data.config import DataConfig
-from layerwise.data.ids import check_ids, encodable, read_sample
+from layerwise.data.ids import check_ids, check_whole, encodable, read_sample
 from layerwise.data.sources.rows import Row
 from layerwise.data.tokenizer import TokenIds, Tokenizer, load_tokenizer
 from layerwise.errors import DataError, SpecError
@@ -21,7 +21,7 @@ from layerwise.plan import Ints
 
 # Texts that are tokenised in one call, which uses all cores; a batch is in memory at once.
 TEXTS_AT_ONCE = 256
-_VERSION = 1  # of what this module makes out of equal rows
+_VERSION = 2  # of what this module makes out of equal rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ class DocumentReader:
             raise SpecError(f"tokenizer has no effect, since {where} holds input_ids; drop it, or set text_field")
         tokens, labels = read_sample(columns["input_ids"], columns.get("labels"), where)
         check_ids(tokens, labels, None, where)
+        check_whole(len(tokens), columns.get("attention_mask"), columns.get("position_ids"), where)
         return Document(tokens=tokens, labels=labels)
 
     def _of_chat(self, columns: Mapping[str, Any], where: str) -> Document:

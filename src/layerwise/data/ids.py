@@ -45,6 +45,31 @@ def read_sample(ids: Any, labels: Any, where: str) -> tuple[Ints, Ints | None]:
     return tokens, targets
 
 
+def check_whole(num_tokens: int, mask: Any, positions: Any, where: str) -> None:
+    """Raise DataError where a sample's attention_mask or position_ids, if any, tell of padding or packed documents."""
+    for name, given, expected, rule, remedy in (
+        ("attention_mask", mask, np.ones(num_tokens), "all ones", "remove the padding"),
+        ("position_ids", positions, np.arange(num_tokens), "0, 1, 2, ...", "give each document as a sample of its own"),
+    ):
+        if given is None:
+            continue
+        try:
+            values = np.asarray(given)
+        except ValueError as error:
+            raise DataError(f"{where}: {name} is not a list of numbers: {error}") from None
+        if values.shape != expected.shape:
+            found = f"has shape {values.shape}"
+        elif (values != expected).any():
+            position = int(np.argmax(values != expected))
+            found = f"is {values[position]} at position {position}"
+        else:
+            continue
+        raise DataError(
+            f"{where}: {name} {found}, expected {rule} of shape {expected.shape}, since every token is trained on and "
+            f"attends to all before it: {remedy}"
+        )
+
+
 def check_ids(tokens: NDArray[Any], labels: NDArray[Any] | None, vocab_size: int | None, where: str) -> None:
     """Raise DataError unless every token, and every label but -100, is in [0, vocab_size)."""
     _check_range(tokens, vocab_size, f"{where}: token")

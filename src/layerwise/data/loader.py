@@ -97,7 +97,8 @@ class PlannedLoader:
     """Iterate to get Steps; every rank iterates the same number of times.
 
     dataset: map-style (`dataset[i]`) or iterable; an item is a sequence of token ids, a mapping or a record with
-        `input_ids` and optionally `labels` of the same length (-100 where the token is not to be learned).
+        `input_ids` and optionally `labels` of the same length (-100 where the token is not to be learned). Padding or
+        several documents in a sample, by its `attention_mask` or `position_ids`, raise DataError.
     planner: lengths -> StepPlan, such as layerwise.Planner.
     steps: for a map-style dataset, an iterable of lists of dataset indices, one list per step (see StepSampler).
     tokens_per_step: for an iterable dataset, how many tokens make a step.

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from layerwise.data.ids import IGNORED_LABEL, check_ids, read_sample
+from layerwise.data.ids import IGNORED_LABEL, check_ids, check_whole, read_sample
 from layerwise.errors import DataError
 from layerwise.plan import Ints
 
@@ -92,4 +92,5 @@ def read_tokens(item: Any, sample_id: int, vocab_size: int | None) -> SampleToke
     field = item.get if isinstance(item, dict) else lambda name, default: getattr(item, name, default)
     ids, labels = read_sample(field("input_ids", item), field("labels", None), where)
     check_ids(ids, labels, vocab_size, where)
+    check_whole(len(ids), field("attention_mask", None), field("position_ids", None), where)
     return SampleTokens(ids, np.append((ids if labels is None else labels)[1:], IGNORED_LABEL))

@@ -22,7 +22,16 @@ from torch import Tensor
 from layerwise import runtime
 from layerwise.errors import SpecError, UnsupportedError
 from layerwise.exchange import outside_graph
-from layerwise.hf.calls import NAME, PASS, ForwardPass, is_empty, padded_positions, routes_of_call
+from layerwise.hf.calls import (
+    NAME,
+    PASS,
+    ForwardPass,
+    check_follows_routes,
+    check_ignored,
+    is_empty,
+    padded_positions,
+    routes_of_call,
+)
 from layerwise.hf.families import check_version
 from layerwise.hf.mixers import wrap_mixers
 from layerwise.hf.places import hook_layers, positions_of_places
@@ -46,7 +55,8 @@ def apply(model: Any) -> None:
     """Make the layers of a transformers model follow `routes()`; the model is called as before.
 
     Weights, modules and checkpoints stay as they are, and `model.set_attn_implementation("sdpa")` undoes it.
-    Raises UnsupportedError for model types and options that cannot be trained exactly.
+    Raises UnsupportedError for model types and options that cannot be trained exactly, and without a language-model
+    head.
     """
     check_version()
     from transformers import AttentionInterface, PreTrainedModel
@@ -64,6 +74,11 @@ def apply(model: Any) -> None:
             f"language model ({config.model_type}) was compared with its untouched self; apply() takes that model alone"
         )
     model_spec(config)
+    if model.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is refused: it has no language-model head, and plans are for the loss of every "
+            "token; take an AutoModelForCausalLM"
+        )
     AttentionInterface.register(NAME, attention_function)
     model.set_attn_implementation(NAME)
     if config._attn_implementation != NAME:
@@ -118,14 +133,27 @@ def _prepare_inputs(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     """Check the inputs of a forward pass against the current routes, and hand these to the attention layers."""
-    if model.config.get_text_config()._attn_implementation != NAME:
+    config = model.config.get_text_config()
+    if runtime.in_routes():
+        check_follows_routes(config)
+    elif config._attn_implementation != NAME:
         return None
-    inputs = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    parameters = inspect.signature(type(model).forward).parameters
+    inputs = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
+    inputs = {name: given for name, given in inputs.items() if given is not None}
     for name, reason in _REFUSED_INPUTS.items():
-        given = inputs.get(name)
-        if not (given is None or (isinstance(given, int) and not given)):  # an empty cache is falsy, too
+        given = inputs.get(name, 0)
+        if not (isinstance(given, int) and not given):  # an empty cache is falsy, too
             raise UnsupportedError(f"{name} is refused: {reason}")
+    caller = type(model).__name__
+    check_ignored(caller, {name: given for name, given in inputs.items() if name not in parameters})
+    if not runtime.in_routes():
+        raise SpecError(
+            f"{caller} was called without routes: wrap the forward in `with batch.routes():`, with a batch of "
+            "layerwise.hf.batches(loader)"
+        )
     routes = runtime.current_routes()
+    _check_layers(layer_kinds(config), routes)
     if len(routes.places) > 1 and inputs.get("output_hidden_states", model.config.output_hidden_states):
         raise UnsupportedError(
             f"output_hidden_states is refused: this plan keeps the tokens of {sorted(routes.places)} on different "
@@ -151,9 +179,17 @@ def _check_sites(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         )
 
 
+def _check_layers(kinds: tuple[str, ...], routes: Routes) -> None:
+    if routes.layer_types not in ((), kinds):
+        raise SpecError(
+            f"the plan was made for the layers {routes.layer_types}, and the model has {kinds}: make the planner with "
+            "model=layerwise.hf.model_spec(model.config)"
+        )
+
+
 def _check_tokens(inputs: dict[str, Any], routes: Routes) -> None:
     positions = padded_positions(routes)
-    tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None or tuple(tokens.shape[:2]) != (1, len(positions)):
         shape = None if tokens is None else tuple(tokens.shape)
         raise SpecError(f"input_ids has shape {shape}, expected [1, local tokens] = (1, {len(positions)})")

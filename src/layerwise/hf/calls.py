@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.errors import UnsupportedError
+from layerwise.errors import SpecError, UnsupportedError
 from layerwise.plan import HOME
 from layerwise.runtime import Routes
 
@@ -37,11 +37,25 @@ def routes_of_call(caller: str, kind: str, others: dict[str, Any]) -> Routes:
             f"{caller} was called without the routes that its model's forward hands down: call the model that apply() "
             "was given; if that was done, this version of transformers drops keyword arguments on the way"
         )
+    check_ignored(caller, others)
+    forward_pass.sites.append(kind)
+    return forward_pass.routes
+
+
+def check_follows_routes(config: Any) -> None:
+    """Raise SpecError for the text config of a model whose attention does not look at routes."""
+    if config._attn_implementation != NAME:
+        raise SpecError(
+            f"the model's attention is {config._attn_implementation!r}, which would mix up samples: call "
+            "layerwise.hf.apply(model) first"
+        )
+
+
+def check_ignored(caller: str, others: dict[str, Any]) -> None:
+    """Raise UnsupportedError for arguments that are given and would be ignored, and are not harmless."""
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise UnsupportedError(f"{caller} asks for {unknown}, which layerwise would have to ignore")
-    forward_pass.sites.append(kind)
-    return forward_pass.routes
 
 
 def is_empty(routes: Routes, kind: str = HOME) -> bool:

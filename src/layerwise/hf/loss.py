@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from layerwise.errors import SpecError, UnsupportedError
 from layerwise.hf.batches import Batch
-from layerwise.hf.calls import NAME
+from layerwise.hf.calls import check_follows_routes
 from layerwise.hf.families import AUX_LOSS_FAMILIES
 from layerwise.hf.spec import dense_layers, layer_kinds
 from layerwise.loss import balance_loss, token_loss
@@ -24,7 +24,7 @@ def loss(model: Any, batch: Batch) -> Tensor:
     With `output_router_logits` in the config it includes the family's load-balancing loss, per sample and weighted by
     tokens. On a rank without tokens every parameter still gets a gradient, of zeros.
     Raises SpecError for a batch that is not one of `batches`, in the routes of another one, and for models without
-    `apply` or a language-model head.
+    `apply` or logits of every token.
     """
     if not isinstance(batch, Batch):
         raise SpecError(
@@ -50,8 +50,8 @@ def loss(model: Any, batch: Batch) -> Tensor:
     if logits is None or logits.shape[:2] != batch.input_ids.shape:
         shape = None if logits is None else tuple(logits.shape)
         raise SpecError(
-            f"{type(model).__name__} gives logits of shape {shape}, expected [1, local tokens, vocabulary]: take an "
-            "AutoModelForCausalLM"
+            f"{type(model).__name__} gives logits of shape {shape}, expected [1, local tokens, vocabulary]: a hook "
+            "or wrapper changed the output of the model; remove it"
         )
     total = token_loss(logits[0], batch.shift_labels[0], batch.step.num_valid_tokens)
     if with_router:
@@ -69,11 +69,7 @@ def _config(model: Any) -> Any:
             f"{type(model).__name__} of {type(bare).__name__}: compile before wrapping with DDP"
         )
     config = bare.config.get_text_config()
-    if config._attn_implementation != NAME:
-        raise SpecError(
-            f"the model's attention is {config._attn_implementation!r}, which would mix up samples: call "
-            "layerwise.hf.apply(model) first"
-        )
+    check_follows_routes(config)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from layerwise.errors import UnsupportedError
+from layerwise.errors import SpecError, UnsupportedError
 from layerwise.hf.families import check_family, check_version
 from layerwise.hf.mixer_sizes import linear_mixer
 from layerwise.spec import CHUNKED, FULL, LINEAR, SLIDING, LayerKind, ModelSpec
@@ -19,11 +19,15 @@ _GATED = ("afmoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 def model_spec(config: Any) -> ModelSpec:
     """What the planner needs to know of a model, from its (text) config.
 
-    Raises UnsupportedError for model types, options and layer kinds that cannot be trained exactly. Where a model
-    mixes dense and expert layers in another order than dense ones first, only their numbers are right: they matter for
-    predicted seconds and not for what is computed.
+    Raises UnsupportedError for model types, options and layer kinds that cannot be trained exactly, and SpecError for
+    anything but a config. Where a model mixes dense and expert layers in another order than dense ones first, only
+    their numbers are right: they matter for predicted seconds and not for what is computed.
     """
     check_version()
+    from transformers import PreTrainedConfig
+
+    if not isinstance(config, PreTrainedConfig):
+        raise SpecError(f"model_spec() takes a config, got {type(config).__name__}; pass model.config")
     text = config.get_text_config()
     check_family(text)
     kinds = layer_kinds(text)

@@ -101,6 +101,7 @@ class Planner:
             attention=problem.cost.attention,
             microbatches=microbatches,
             notes=notes,
+            layer_types=self.model.all_layer_types,
         )
         plan.validate()
         return plan

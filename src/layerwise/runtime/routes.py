@@ -64,7 +64,7 @@ class LocalTokens:
 class Routes:
     """What one rank needs to run one micro-batch.
 
-    microbatch: its number in the step.
+    microbatch: its number in the step. layer_types: as of StepPlan.
     attention, by_kind: the attention and the route of each layer kind.
     parts: the route of each layer kind in parts that overlap; one part is the whole.
     places: the local tokens at HOME, and in layers of kinds with shards of their own.
@@ -75,6 +75,7 @@ class Routes:
 
     world: World
     microbatch: int
+    layer_types: tuple[str, ...]
     meter: Meter
     backend: str | Kernel
     attention: dict[str, AttentionSpec]
@@ -155,6 +156,7 @@ def build_routes(
     return Routes(
         world=world,
         microbatch=index,
+        layer_types=plan.layer_types,
         meter=meter or Meter(world.ranks_per_node),
         backend=backend,
         attention=plan.attention,
@@ -264,6 +266,11 @@ def use_routes(routes: Routes, *, layers_before: int = 0) -> Iterator[Routes]:
         yield routes
     finally:
         _current.reset(token)
+
+
+def in_routes() -> bool:
+    """Whether a micro-batch's routes are in use here."""
+    return _current.get() is not None
 
 
 def current_routes() -> Routes:
