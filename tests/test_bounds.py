@@ -149,7 +149,8 @@ def test_layers_with_a_local_mask_may_stay_in_their_nodes() -> None:
 @pytest.mark.parametrize("sync", ["layer", "step"])
 def test_seconds_are_reached_by_level_ranks(sync: str) -> None:
     # Parameters take far longer than compute, and half of compute hides them: two micro-batches fetch them twice.
-    cluster = make_cluster(2, sharded_params=True, overlap=0.5, fast_bytes_per_s=1e6, sync=sync)
+    rates = {"fast_bytes_per_s": 1e6, "slow_bytes_per_s": 1e6}
+    cluster = make_cluster(2, sharded_params=True, overlap=0.5, sync=sync, **rates)
     cost = CostModel(cluster=cluster, model=make_model())
     lengths = [50] * 4
     plan = plan_step(lengths, cluster=cluster, model=cost.model, strategy="static", max_tokens_per_rank=50, sp_degree=1)
