@@ -6,7 +6,7 @@ cut (the rival answer to repacking: Megatron-LM issue 5593). Layers that need wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,9 +15,8 @@ import numpy as np
 
 from layerwise.cost import LayerTimes, MicrobatchTimes
 from layerwise.plan import MicrobatchPlan, Parent, tile_table
-from layerwise.planners.dynamic import Division, group_step
+from layerwise.planners.dynamic import group_step
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import height_with
 from layerwise.planners.layout import halo_tile_rows, lay_out
 from layerwise.planners.problem import GroupOptions, StepProblem
 
@@ -44,19 +43,17 @@ def halo_class(degree: int) -> GroupClass:
 
 def plan_halo(problem: StepProblem, options: HaloOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
     """The groups of `dynamic`, or those chosen for halos, with halos; with fallback, no slower than without."""
-    kept, own = (group_step(problem, options, class_of) for class_of in (GroupClass, halo_class))
-    suited = min(kept, own, key=lambda division: sum(height_with(problem, found[0], halo_class) for found in division))
-    ways = [_ways(problem, microbatch, options) for microbatch in _lay_out(problem, suited)]
-    steps = [list(step) for step in zip(*ways, strict=True)]
-    if options.fallback and suited is own:
-        steps.append([_use_halos(problem, microbatch, {}) for microbatch in _lay_out(problem, kept)])
+    divisions = (group_step(problem, options, class_of) for class_of in (GroupClass, halo_class))
+    groups = dict.fromkeys(tuple(groupings[0].parents() for groupings in division) for division in divisions)
+    steps: list[list[_Halos]] = []
+    for parents in groups:
+        wide = (lay_out(problem.lengths, problem.cost.attention, found) for found in parents)
+        ways = [_ways(problem, microbatch, options) for microbatch in wide]
+        steps += [list(step) for step in zip(*ways, strict=True)]
     best = min(steps, key=lambda step: problem.cost.step_s([found.times for found in step]))
-    parents, halo = sum(found.num_parents for found in best), sum(found.num_halo for found in best)
-    return tuple(found.microbatch for found in best), {"parents": parents, "halo": halo, "fallbacks": parents - halo}
-
-
-def _lay_out(problem: StepProblem, division: Division) -> Iterator[MicrobatchPlan]:
-    return (lay_out(problem.lengths, problem.cost.attention, groupings[0].parents()) for groupings in division)
+    num_parents, num_halo = sum(found.num_parents for found in best), sum(found.num_halo for found in best)
+    notes = {"parents": num_parents, "halo": num_halo, "fallbacks": num_parents - num_halo}
+    return tuple(found.microbatch for found in best), notes
 
 
 def _ways(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> list[_Halos]:
