@@ -223,11 +223,7 @@ class CostModel:
 
         known: times of layer kinds whose shards and tiles are those of another micro-batch.
         """
-        times = dict(known)
-        for layer in self.layers:
-            if layer.kind not in times:
-                times[layer.kind] = self._layer_work(microbatch, layer).times
-        return self._sum_up(microbatch, times, self.moves(microbatch)).times
+        return self._sum_up(microbatch, self.layer_times(microbatch, known), self.moves(microbatch)).times
 
     def predict_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchPrediction:
         """Seconds, bytes and calls of one micro-batch, from its shards and tiles."""
@@ -271,9 +267,14 @@ class CostModel:
     def _slow_bytes(self, sent: Sent) -> int:
         return int(sent.sent_bytes[self._is_slow(sent)].sum())
 
-    def layer_times(self, microbatch: MicrobatchPlan) -> dict[str, LayerTimes]:
-        """What one layer of each kind takes on every rank."""
-        return {layer.kind: self._layer_work(microbatch, layer).times for layer in self.layers}
+    def layer_times(
+        self, microbatch: MicrobatchPlan, known: Mapping[str, LayerTimes] = MappingProxyType({})
+    ) -> dict[str, LayerTimes]:
+        """What one layer of each kind takes on every rank; `known` as in `time_microbatch`."""
+        return {
+            layer.kind: known[layer.kind] if layer.kind in known else self._layer_work(microbatch, layer).times
+            for layer in self.layers
+        }
 
     def moves(self, microbatch: MicrobatchPlan) -> list[Moved]:
         """The passes of hidden states from home through every layer and back home, alike ones together."""

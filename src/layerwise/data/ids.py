@@ -47,12 +47,13 @@ def read_sample(ids: Any, labels: Any, where: str) -> tuple[Ints, Ints | None]:
 
 def check_whole(num_tokens: int, mask: Any, positions: Any, where: str) -> None:
     """Raise DataError where a sample's attention_mask or position_ids, if any, tell of padding or packed documents."""
-    for name, given, expected, rule, remedy in (
-        ("attention_mask", mask, np.ones(num_tokens), "all ones", "remove the padding"),
-        ("position_ids", positions, np.arange(num_tokens), "0, 1, 2, ...", "give each document as a sample of its own"),
+    for name, given, whole, rule, remedy in (
+        ("attention_mask", mask, np.ones, "all ones", "remove the padding"),
+        ("position_ids", positions, np.arange, "0, 1, 2, ...", "give each document as a sample of its own"),
     ):
         if given is None:
             continue
+        expected = whole(num_tokens)
         try:
             values = np.asarray(given)
         except ValueError as error:

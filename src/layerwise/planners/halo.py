@@ -63,11 +63,11 @@ def _ways(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> l
     """
     specs = problem.cost.attention
     local = [kind for kind, spec in specs.items() if spec.is_local]
-    nowhere = _use_halos(problem, wide, {})
-    known = {kind: nowhere.times.times[kind] for kind in specs if kind not in local}
-    everywhere = _use_halos(problem, wide, dict.fromkeys(local, wide.parents), known)
+    everywhere = _use_halos(problem, wide, dict.fromkeys(local, wide.parents))
     if not options.fallback:
         return [everywhere]
+    known = {kind: everywhere.times.times[kind] for kind in specs if kind not in local}
+    nowhere = _use_halos(problem, wide, {}, known)
     chosen = {kind: tuple(p for p in wide.parents if _gains(p, kind, everywhere, nowhere)) for kind in local}
     if all(chosen[kind] == wide.parents for kind in local):
         return [everywhere, nowhere]
