@@ -183,3 +183,14 @@ def test_merged_samples_send_what_they_sent_apart(seed: int) -> None:
     merged = merge_alike(*apart)
     assert between_ranks(*merged) == between_ranks(*apart)
     assert len(merged[1]) < len(apart[1])
+
+
+def test_samples_on_one_rank_send_nothing() -> None:
+    """Sample 0 stays on rank 1; sample 1's tile is elsewhere; sample 2's shards are on two ranks."""
+    shards = shard_table([Shard(0, 1, 0, 5), Shard(1, 0, 0, 7), Shard(2, 0, 0, 4), Shard(2, 1, 4, 8)])
+    tiles = tile_table([Tile(0, 1, 0, 5, 0, 0, 8), Tile(1, 1, 0, 7, 0, 0, 8), Tile(2, 0, 0, 8, 0, 0, 8)])
+    lain, computed = merge_alike(shards, tiles)
+    assert set(computed.column("sample").tolist()) == {1, 2}
+    assert int((lain.column("hi") - lain.column("lo")).sum()) == 7 + 8
+    alone = merge_alike(shard_table([Shard(0, 1, 0, 5)]), tile_table([Tile(0, 1, 0, 5, 0, 0, 8)]))
+    assert [len(table) for table in alone] == [0, 0]

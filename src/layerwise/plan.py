@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -80,6 +81,13 @@ class Table(Generic[RowT]):
         return isinstance(other, Table) and self.row_type is other.row_type and np.array_equal(self.rows, other.rows)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def take(self, mask: NDArray[np.bool_]) -> Table[RowT]:
+        """Some of the rows, bool [rows]."""
+        part = copy(self)
+        part.rows = self.rows[mask]
+        part.rows.setflags(write=False)
+        return part
 
     def column(self, name: str) -> Ints:
         """One field of every row, int64 [rows]."""

@@ -63,10 +63,11 @@ def match(
 def merge_alike(shards: Table[Shard], tiles: Table[Tile]) -> tuple[Table[Shard], Table[Tile]]:
     """Fewer, longer samples with the same traffic between the same ranks: to count bytes by, not to run.
 
-    Where every tile takes all queries and keys of its sample, what a shard sends it is proportional to its own size.
-    So samples whose heads are divided over ranks in the same way send together what one sample of their total length
-    would. Other samples stay as they are.
+    Samples that stay on one rank send nothing and are left out. Where every tile takes all queries and keys of its
+    sample, what a shard sends it is proportional to its own size. So samples whose heads are divided over ranks in the
+    same way send together what one sample of their total length would. Other samples stay as they are.
     """
+    shards, tiles = _spread(shards, tiles)
     sample, q0, q1, k0 = (tiles.column(name) for name in ("sample", "q0", "q1", "k0"))
     begins = np.flatnonzero(np.diff(sample, prepend=-1))
     samples = sample[begins]
@@ -94,16 +95,24 @@ def merge_alike(shards: Table[Shard], tiles: Table[Tile]) -> tuple[Table[Shard],
     return shard_table(np.concatenate([pooled, shards.rows[~mine]])), tile_table(rows)
 
 
+def _spread(shards: Table[Shard], tiles: Table[Tile]) -> tuple[Table[Shard], Table[Tile]]:
+    """The shards and tiles of samples that lie on more than one rank."""
+    tables = [(table.column("sample"), table.column("rank")) for table in (shards, tiles)]
+    size = max(int(sample.max(initial=-1)) for sample, _ in tables) + 1
+    some_rank, spread = np.full(size, -1), np.zeros(size, dtype=bool)
+    for sample, rank in tables:
+        some_rank[sample] = rank
+    for sample, rank in tables:
+        spread[sample[rank != some_rank[sample]]] = True
+    mine, theirs = (spread[sample] for sample, _ in tables)
+    return shards.take(mine), tiles.take(theirs)
+
+
 def _leaders(tiles: Table[Tile], begins: Ints, whole: NDArray[np.bool_]) -> Ints:
     """For each sample, the first whose tiles have the same ranks and heads; itself unless it is `whole`."""
     leader = np.arange(len(whole))
     samples, num_tiles = tiles.column("sample")[begins], np.diff(begins, append=len(tiles))
-    alone = begins[whole[samples] & (num_tiles == 1)]
-    if len(alone):  # nearly all samples of most steps: one number says where each is
-        keys = (tiles.rows[alone] * [0, 1 << 40, 0, 0, 0, 1 << 20, 1]).sum(axis=1)
-        _, first, where = np.unique(keys, return_index=True, return_inverse=True)
-        leader[tiles.column("sample")[alone]] = tiles.column("sample")[alone[first]][where]
-    shared = whole[samples] & (num_tiles > 1)
+    shared = whole[samples]
     rows, seen = np.ascontiguousarray(tiles.rows[:, [1, 5, 6]]), dict[bytes, int]()
     for sample, lo, count in zip(
         samples[shared].tolist(), begins[shared].tolist(), num_tiles[shared].tolist(), strict=True

@@ -1,12 +1,15 @@
 """static and dynamic: which groups they form, and what they refuse."""
 
+import numpy as np
 import pytest
 
-from layerwise.cost import predict
+from layerwise.cost import CostModel, predict
 from layerwise.errors import DataError, InfeasibleError, SpecError
 from layerwise.planners import STRATEGIES, Planner, plan_step
+from layerwise.planners.dynamic import group_step, least_s
+from layerwise.planners.layout import lay_out
 from layerwise.planners.partitions import tile_cluster
-from layerwise.planners.problem import degree_ladder
+from layerwise.planners.problem import GroupOptions, StepProblem, degree_ladder
 from tests.planners.builders import (
     WIDE_CLUSTER,
     WIDE_MODEL,
@@ -202,3 +205,32 @@ def test_static_degrees_align_with_nodes() -> None:
             max_tokens_per_rank=9,
             sp_degree=6,
         )
+
+
+@pytest.mark.parametrize("sync", ["layer", "step"])
+@pytest.mark.parametrize("params", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_estimates_are_predictions_but_for_rounding(seed: int, params: bool, sync: str) -> None:
+    """Also where traffic of sharded parameters outlasts compute on some ranks, and is hidden on others."""
+    settings = {"sync": sync, "sharded_params": params, "message_latency_s": 0.0}
+    model = WIDE_MODEL.model_copy(update={"num_experts": 256, "experts_per_token": 1, "moe_intermediate_size": 64})
+    cost = CostModel(cluster=WIDE_CLUSTER.model_copy(update=settings), model=model)
+    problem = StepProblem(lengths=np.array([*long_tailed(seed, 60, 900), 3000]), cost=cost, max_tokens_per_rank=100_000)
+    (groupings,) = group_step(problem, GroupOptions(max_sp_degree=8))
+    assert len(groupings) > 1
+    assert least_s(problem, [groupings]) == groupings[0].estimate_s
+    for found in groupings:
+        predicted = cost.time_microbatch(lay_out(problem.lengths, cost.attention, found.parents()))
+        exposed_s = np.stack([layer.exposed_s for layer in predicted.times.values()])
+        assert (exposed_s > 0).any() == params
+        assert (exposed_s == 0).any()
+        assert found.estimate_s == pytest.approx(predicted.seconds, rel=2e-3)
+
+
+def test_no_least_seconds_are_known_of_groups_that_cut_queries() -> None:
+    """8 heads on 16 ranks: a rank with half of the queries gets half of the keys, which the estimate does not see."""
+    cost = CostModel(cluster=WIDE_CLUSTER, model=WIDE_MODEL)
+    problem = StepProblem(lengths=np.array([16_000] + [20] * 20), cost=cost, max_tokens_per_rank=1100)
+    division = group_step(problem, GroupOptions())
+    assert division[0][0].partition.size.max() == 16
+    assert least_s(problem, division) == 0

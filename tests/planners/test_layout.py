@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerwise.plan import Parent
-from layerwise.planners.layout import head_shares, lay_out, place, query_cuts, shard_rows, tile_rows
+from layerwise.planners.layout import batched, head_shares, lay_out, place, query_cuts, shard_rows, tile_rows
 from layerwise.spec import AttentionSpec
 
 
@@ -19,19 +19,19 @@ def _group(degree: int, num_samples: int = 1, first_rank: int = 0) -> Parent:
 
 
 def test_thirteen_tokens_over_four_ranks() -> None:
-    rows = shard_rows(place([_group(4, first_rank=8)]), np.array([13]))
+    rows = shard_rows(batched(place([_group(4, first_rank=8)]), np.array([13])))
     assert rows.tolist() == [[0, 8, 0, 4], [0, 9, 4, 7], [0, 10, 7, 10], [0, 11, 10, 13]]
 
 
 def test_short_samples_have_no_empty_shards() -> None:
-    rows = shard_rows(place([_group(32)]), np.array([3]))
+    rows = shard_rows(batched(place([_group(32)]), np.array([3])))
     assert [row[2:] for row in rows.tolist()] == [[0, 1], [1, 2], [2, 3]]
 
 
 def test_leftover_tokens_take_turns() -> None:
     """Samples of 1, 2 and 3 tokens over 4, many times: always giving the first ranks more would pile up."""
     lengths = np.array([5, 6, 7] * 10)
-    rows = shard_rows(place([_group(4, len(lengths))]), lengths)
+    rows = shard_rows(batched(place([_group(4, len(lengths))]), lengths))
     tokens = np.bincount(rows[:, 1], weights=rows[:, 3] - rows[:, 2])
     assert tokens.max() - tokens.min() <= 1
     assert tokens.sum() == lengths.sum()
@@ -63,7 +63,7 @@ def test_more_ranks_than_heads_share_queries() -> None:
 def test_larger_shares_take_turns() -> None:
     """7 heads over 4 ranks are 2, 2, 2, 1; over four equal samples every rank gets 7."""
     lengths = np.array([10] * 4)
-    rows = tile_rows(place([_group(4, 4)]), lengths, _spec(7, 7))
+    rows = tile_rows(batched(place([_group(4, 4)]), lengths), _spec(7, 7))
     assert np.bincount(rows[:, 1], weights=rows[:, 6] - rows[:, 5]).tolist() == [7, 7, 7, 7]
 
 
@@ -79,13 +79,13 @@ def test_query_cuts_have_equal_pairs(mask: dict[str, int], parts: int) -> None:
 
 
 def test_three_tokens_on_32_ranks() -> None:
-    rows = tile_rows(place([_group(32)]), np.array([3]), _spec(4, 1))
+    rows = tile_rows(batched(place([_group(32)]), np.array([3])), _spec(4, 1))
     covered = sorted((q, h) for _, _, q0, q1, _, h0, h1 in rows.tolist() for q in range(q0, q1) for h in range(h0, h1))
     assert covered == [(q, h) for q in range(3) for h in range(4)]
 
 
 def test_tiles_start_at_the_first_key_of_the_mask() -> None:
-    rows = tile_rows(place([_group(8)]), np.array([100]), _spec(1, 1, window=10))
+    rows = tile_rows(batched(place([_group(8)]), np.array([100])), _spec(1, 1, window=10))
     assert {(q0, k0) for _, _, q0, _, k0, _, _ in rows.tolist()} >= {(0, 0)}
     assert all(k0 == max(q0 - 9, 0) for _, _, q0, _, k0, _, _ in rows.tolist())
 

@@ -11,7 +11,7 @@ from layerwise.groups import solo_world
 from layerwise.model.transformer import HybridLM
 from layerwise.plan import Parent
 from layerwise.planners import STRATEGIES, plan_step
-from layerwise.planners.layout import lay_out, place, tile_rows
+from layerwise.planners.layout import batched, lay_out, place, tile_rows
 from layerwise.runtime import build_routes
 from layerwise.spec import AttentionSpec, Mixer
 from layerwise.traffic import elements, match
@@ -41,7 +41,9 @@ def test_every_strategy_keeps_the_samples_of_linear_layers_whole(strategy: str) 
 def test_ranks_beyond_the_heads_take_turns() -> None:
     """4 heads on 6 ranks: two ranks idle for each sample, and over three samples all ranks have equal work."""
     spec = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=4, v_head_dim=4, linear=True)
-    rows = tile_rows(place([Parent(first_rank=0, sp_degree=6, samples=(0, 1, 2))]), np.array([10, 10, 10]), spec)
+    rows = tile_rows(
+        batched(place([Parent(first_rank=0, sp_degree=6, samples=(0, 1, 2))]), np.array([10, 10, 10])), spec
+    )
     assert len(rows) == 12
     assert np.bincount(rows[:, 1]).tolist() == [2] * 6
 

@@ -9,7 +9,7 @@ from layerwise.cost import CostModel, predict
 from layerwise.plan import MicrobatchPlan, Parent, StepPlan
 from layerwise.planners import plan_step
 from layerwise.planners.children import child_degrees, solve_children
-from layerwise.planners.layout import shard_rows
+from layerwise.planners.layout import batched, shard_rows
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import Repacked, RepackOptions, keep_if_faster, repack_microbatch
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, make_cluster, wide_plan
@@ -156,7 +156,7 @@ def test_children_respect_the_token_budget() -> None:
     problem = _problem([500] * 8 + [10] * 1100, budget=1000)
     placement = solve_children(problem, Parent(first_rank=0, sp_degree=16, samples=tuple(range(1108))))
     assert placement is not None
-    rows = shard_rows(placement, problem.lengths)
+    rows = shard_rows(batched(placement, problem.lengths))
     assert np.bincount(rows[:, 1], weights=rows[:, 3] - rows[:, 2]).max() <= 1000
 
 

@@ -286,7 +286,8 @@ class CostModel:
             transfers = match(microbatch.shards_at(source), tiles)
             row_bytes = self.model.hidden_size * self.bytes_per_element
             moved_bytes = row_bytes * (transfers.q_hi - transfers.q_lo)
-            moved.append(Moved(source, target, times, self._merge(transfers.src, transfers.dst, moved_bytes)))
+            (sent,) = self._merge(transfers.src, transfers.dst, [moved_bytes])
+            moved.append(Moved(source, target, times, sent))
         return moved
 
     def move_s(self, sent: Sent) -> Floats:
@@ -332,16 +333,17 @@ class CostModel:
         """What the two exchanges of one layer send forward."""
         shards, tiles = merge_alike(microbatch.shards_at(layer.kind), microbatch.tiles[layer.kind])
         transfers = match(shards, tiles)
-        there, back = (moved * self.bytes_per_element for moved in elements(transfers, tiles, layer.spec))
-        return self._merge(transfers.src, transfers.dst, there), self._merge(transfers.dst, transfers.src, back)
+        moved_bytes = [moved * self.bytes_per_element for moved in elements(transfers, tiles, layer.spec)]
+        there, back = self._merge(transfers.src, transfers.dst, moved_bytes)
+        return there, Sent(back.dst, back.src, back.sent_bytes)
 
-    def _merge(self, src: Ints, dst: Ints, moved_bytes: Ints) -> Sent:
-        """Transfers summed by pair of ranks, int64 [transfers] each; without those that stay on their rank."""
-        crossing = (src != dst) & (moved_bytes > 0)
-        link = src[crossing] * self.cluster.num_ranks + dst[crossing]
-        links, inverse = np.unique(link, return_inverse=True)
-        total = np.bincount(inverse, weights=moved_bytes[crossing], minlength=len(links))
-        return Sent(*divmod(links, self.cluster.num_ranks), np.asarray(total, dtype=np.float64))
+    def _merge(self, src: Ints, dst: Ints, moved_bytes: Sequence[Ints]) -> list[Sent]:
+        """Transfers summed by pair of ranks, without those that stay on their rank; int64 [transfers] each."""
+        crossing = src != dst
+        links, inverse = np.unique((src * self.cluster.num_ranks + dst)[crossing], return_inverse=True)
+        sources, targets = np.divmod(links, self.cluster.num_ranks)
+        totals = [_sum_by(inverse, moved[crossing], len(links)) for moved in moved_bytes]
+        return [Sent(sources[total > 0], targets[total > 0], total[total > 0]) for total in totals]
 
     def _kind_prediction(
         self, microbatch: MicrobatchPlan, layer: LayerCost, work: _LayerWork, seconds: float

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from layerwise.cost import CostModel, Floats, LayerCost, MicrobatchTimes
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Parent, StepPlan, shard_table, tile_table
 from layerwise.planners.estimate import prefers_halo
-from layerwise.planners.layout import Placement, halo_tile_rows, pour_level, tile_rows
+from layerwise.planners.layout import Placement, batched, halo_tile_rows, pour_level, tile_rows
 from layerwise.planners.partitions import aligned_blocks
 from layerwise.planners.problem import degree_ladder
 from layerwise.spec import FULL
@@ -188,7 +188,7 @@ class Moving:
         if layer.kind in self._halo_kinds and prefers_halo(self.cost, layer, own, place.degree)[0]:
             return halo_tile_rows(shards, layer.spec)
         placement = Placement(*np.array([[self.sample], [place.first], [place.degree]], dtype=np.int64))
-        return tile_rows(placement, lengths, layer.spec)
+        return tile_rows(batched(placement, lengths), layer.spec)
 
     @cached_property
     def _halo_kinds(self) -> frozenset[str]:
@@ -208,8 +208,8 @@ class Moving:
     def _keep(self, keeps: Callable[[Ints], NDArray[np.bool_]]) -> MicrobatchPlan:
         """The micro-batch with the rows of some samples only."""
         microbatch = self.microbatch
-        places = {at: shard_table(table.rows[keeps(table.rows[:, 0])]) for at, table in microbatch.places.items()}
-        tiles = {kind: tile_table(table.rows[keeps(table.rows[:, 0])]) for kind, table in microbatch.tiles.items()}
+        places = {at: table.take(keeps(table.rows[:, 0])) for at, table in microbatch.places.items()}
+        tiles = {kind: table.take(keeps(table.rows[:, 0])) for kind, table in microbatch.tiles.items()}
         return replace(microbatch, shards=places.pop(HOME), tiles=tiles, shards_by_kind=places)
 
 

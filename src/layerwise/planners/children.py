@@ -9,7 +9,7 @@ import numpy as np
 from layerwise.cost import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
-from layerwise.planners.layout import Placement, place, tile_rows
+from layerwise.planners.layout import Placement, batched, place, tile_rows
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.problem import HANDFUL, StepProblem
 from layerwise.spec import FULL
@@ -54,10 +54,10 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
 
 def full_attention_s(problem: StepProblem, parent: Parent) -> Floats:
     """Seconds of the parent's own attention on each of its ranks, float64 [ranks]; level where heads divide."""
-    total = np.zeros(parent.sp_degree)
+    total, batches = np.zeros(parent.sp_degree), batched(place([parent]), problem.lengths)
     for layer in problem.cost.layers:
         if layer.kind == FULL:
-            _, rank, q0, q1, k0, h0, h1 = tile_rows(place([parent]), problem.lengths, layer.spec).T
+            _, rank, q0, q1, k0, h0, h1 = tile_rows(batches, layer.spec).T
             tile_s = layer.num_layers * layer.attention_s(layer.spec.pairs(q0, q1), q1 - k0, h1 - h0)
             total += np.bincount(rank - parent.first_rank, weights=tile_s, minlength=parent.sp_degree)
     return total

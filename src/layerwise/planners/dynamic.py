@@ -24,6 +24,9 @@ TIGHT_FILL = 0.85
 # Groupings of a handful of samples that are predicted: every rank plans every step.
 NUM_PREDICTED = 6
 
+# Estimates take shares as level, to a fraction of a token: predictions may be less by this share.
+ROUNDING = 0.002
+
 # The groupings tried for the samples of each micro-batch, fastest first.
 Division = list[list[Grouping]]
 
@@ -89,6 +92,18 @@ def level_s(problem: StepProblem, samples: Ints) -> float:
 
 def _estimate_s(division: Division) -> float:
     return sum(groupings[0].estimate_s for groupings in division)
+
+
+def least_s(problem: StepProblem, division: Division) -> float:
+    """Seconds below which the prediction of the division's plan is not, but for rounding; 0 where that is not known.
+
+    Estimates take shares and traffic as level. A group that is wider than a layer has heads cuts queries, and sends
+    fewer keys; and micro-batches do not add up where ranks wait for one another at the end of the step only.
+    """
+    widest = max(int(groupings[0].partition.size.max()) for groupings in division)
+    cuts_queries = any(widest > spec.num_heads for spec in problem.cost.attention.values())
+    adds_up = len(division) == 1 or problem.cluster.sync == "layer"
+    return _estimate_s(division) if adds_up and not cuts_queries else 0.0
 
 
 def _splits(problem: StepProblem, num_microbatches: int) -> Iterator[list[Ints]]:

@@ -30,13 +30,41 @@ class GroupClass(NamedTuple):
     halo: bool = False
 
 
-def group_loads(cost: CostModel, lengths: Ints, classes: list[GroupClass]) -> Floats:
+def group_compute(cost: CostModel, lengths: Ints, classes: list[GroupClass]) -> Floats:
+    """Seconds per rank of each sample's linear work and attention in one layer, float64 [layers, samples, classes]."""
+    table = np.empty((len(cost.layers), len(lengths), len(classes)))
+    for row, layer in zip(table, cost.layers, strict=True):
+        for column, group in enumerate(classes):
+            heads_over = 1 if group.halo and layer.spec.is_local else group.degree
+            row[:, column] = (layer.token_s * lengths + layer.sample_s(lengths, heads_over)) / group.degree
+    return table
+
+
+def group_loads(cost: CostModel, lengths: Ints, classes: list[GroupClass], compute_s: Floats | None = None) -> Floats:
     """Seconds per rank that each sample adds to a group, float64 [dims, samples, classes].
 
     One dim per layer kind and one for the LM head where ranks wait at every layer; else a single dim, their
-    sum.
+    sum. compute_s: as of `group_compute`, if it is known.
     """
-    return _dims(cost, np.stack([_sample_loads(cost, lengths, group) for group in classes], axis=-1))
+    compute_s = group_compute(cost, lengths, classes) if compute_s is None else compute_s
+    rows = np.empty((len(cost.layers) + 1, *compute_s.shape[1:]))
+    for row, layer, layer_s in zip(rows, cost.layers, compute_s, strict=False):
+        for column, group in enumerate(classes):
+            row[:, column] = layer.num_layers * (layer_s[:, column] + _traffic_s(cost, layer, lengths, group))
+    rows[-1] = cost.head_token_s * lengths[:, None] / np.array([group.degree for group in classes])
+    return _dims(cost, rows)
+
+
+def exposed_loads(cost: CostModel, compute_s: Floats, tokens: Floats) -> Floats:
+    """Seconds of parameter and dispatch traffic that compute does not hide, float64 [dims, ...].
+
+    compute_s: of one layer of each kind, float64 [layers, ...]; tokens: of a rank, float64 [...].
+    """
+    rows = [
+        np.asarray(layer.num_layers * layer.exposed_s(s, tokens))
+        for layer, s in zip(cost.layers, compute_s, strict=True)
+    ]
+    return _dims(cost, np.stack([*rows, np.zeros_like(tokens)]))
 
 
 def group_base(cost: CostModel, classes: list[GroupClass]) -> Floats:
@@ -51,12 +79,9 @@ def group_base(cost: CostModel, classes: list[GroupClass]) -> Floats:
 
 def exposed_s(cost: CostModel, lengths: Ints) -> float:
     """Seconds of a micro-batch in which parameter and dispatch traffic outlasts level compute."""
-    tokens = float(lengths.sum()) / cost.cluster.num_ranks
-    total = 0.0
-    for layer in cost.layers:
-        compute_s = layer.token_s * tokens + float(layer.sample_s(lengths).sum()) / cost.cluster.num_ranks
-        total += layer.num_layers * float(layer.exposed_s(np.array(compute_s), np.array(tokens)))
-    return total
+    alone = group_compute(cost, lengths, [GroupClass(1)])[:, :, 0]
+    compute_s = alone.sum(axis=1) / cost.cluster.num_ranks
+    return float(exposed_loads(cost, compute_s, lengths.sum() / cost.cluster.num_ranks).sum())
 
 
 def child_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
@@ -121,18 +146,11 @@ def halo_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Flo
     return np.asarray(cost.passes * (keys * bytes_per_key / rate + messages * cluster.message_latency_s))
 
 
-def _sample_loads(cost: CostModel, lengths: Ints, group: GroupClass) -> Floats:
-    rows = []
-    for layer in cost.layers:
-        halo = group.halo and layer.spec.is_local
-        heads_over = 1 if halo else group.degree
-        seconds = (layer.token_s * lengths + layer.sample_s(lengths, heads_over)) / group.degree
-        if halo:
-            seconds = seconds + halo_s(cost, layer, lengths, group.degree)
-        elif _exchanges(layer, group):
-            seconds = seconds + _exchange_s(cost, layer, lengths, group.degree)
-        rows.append(layer.num_layers * seconds)
-    return np.stack([*rows, cost.head_token_s * lengths / group.degree])
+def _traffic_s(cost: CostModel, layer: LayerCost, lengths: Ints, group: GroupClass) -> Floats:
+    """Seconds of one layer's exchanges on each rank of a group, without latency, float64 [samples]."""
+    if group.halo and layer.spec.is_local:
+        return halo_s(cost, layer, lengths, group.degree)
+    return _exchange_s(cost, layer, lengths, group.degree) if _exchanges(layer, group) else np.zeros(len(lengths))
 
 
 def _exchanges(layer: LayerCost, group: GroupClass) -> bool:

@@ -7,14 +7,20 @@ samples are repacked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import Floats
+from layerwise.cost import CostModel, Floats
 from layerwise.plan import Ints, Parent
-from layerwise.planners.estimate import GroupClass, exposed_s, group_base, group_loads
+from layerwise.planners.estimate import (
+    GroupClass,
+    exposed_loads,
+    exposed_s,
+    group_base,
+    group_compute,
+    group_loads,
+)
 from layerwise.planners.packing import Packing, pack_longest_first, refine
 from layerwise.planners.partitions import Partition
 from layerwise.planners.problem import MANY_SAMPLES, StepProblem
@@ -31,13 +37,35 @@ FAR_FROM_LEVEL = 0.05
 CHILD_FILL = 0.995
 
 
+class Task(NamedTuple):
+    """Samples to be packed into the groups of a partition, and what their seconds follow from beside the packing.
+
+    tokens: of each rank, float64 [samples, classes]; compute_s: as of `group_compute`.
+    """
+
+    packing: Packing
+    cost: CostModel
+    tokens: Floats
+    compute_s: Floats
+
+    def seconds(self, bin_of: Ints) -> float:
+        """Of a micro-batch whose shares are level: within its groups, the exact prediction but for rounding."""
+        packing = self.packing
+        items, kinds, num_bins = np.arange(len(bin_of)), packing.bin_class[bin_of], len(packing.bin_class)
+        table = np.zeros((1 + len(self.compute_s), num_bins))
+        for row, added in zip(table, (self.tokens[items, kinds], *self.compute_s[:, items, kinds]), strict=True):
+            row[:] = np.bincount(bin_of, weights=added, minlength=num_bins)
+        loads = packing.bin_loads(bin_of) + exposed_loads(self.cost, table[1:], table[0])
+        return float(loads.max(axis=1).sum())
+
+
 class Grouping(NamedTuple):
     """Samples of a micro-batch in the groups of a partition, and the estimate of its seconds."""
 
     estimate_s: float
     partition: Partition
     samples: Ints
-    packing: Packing
+    task: Task
     bin_of: Ints
 
     def parents(self) -> tuple[Parent, ...]:
@@ -61,25 +89,25 @@ def group_samples(
     Only the most promising partitions are packed, all of them if `thorough` and not too many samples, and fewer still
     refined.
     """
-    packings = _packings(problem, samples, candidates, class_of)
-    scores = _scores(packings)
+    tasks = _tasks(problem, samples, candidates, class_of)
     count, lengths = len(samples), problem.lengths[samples]
     extra_s = exposed_s(problem.cost, lengths)
+    scores = _scores(tasks, extra_s)
     good_s = (1 + FAR_FROM_LEVEL) * problem.cost.ideal_s(lengths) + extra_s
 
     def packed_once(index: int) -> Grouping | None:
         question = ("packed", class_of, samples.tobytes(), candidates[index].size.tobytes())
-        return problem.once(question, lambda: _packed(candidates[index], samples, packings[index], extra_s))
+        return problem.once(question, lambda: _packed(candidates[index], samples, tasks[index]))
 
     def refined_once(found: Grouping) -> Grouping:
         question = ("refined", class_of, samples.tobytes(), found.partition.size.tobytes())
-        return problem.once(question, lambda: _refined(found, extra_s))
+        return problem.once(question, lambda: _refined(found))
 
     packed: list[Grouping] = []
     best_s = np.inf
     for index in np.argsort(scores, kind="stable").tolist():
         if scores[index] == np.inf or _is_enough(
-            len(packed), count, thorough, best_s <= good_s, scores[index] + extra_s >= best_s
+            len(packed), count, thorough, best_s <= good_s, scores[index] >= best_s
         ):
             break
         found = packed_once(index)
@@ -93,9 +121,9 @@ def group_samples(
     return sorted([*refined, *packed[num_refined:]], key=lambda found: found.estimate_s)
 
 
-def _packed(partition: Partition, samples: Ints, packing: Packing, extra_s: float) -> Grouping | None:
-    bin_of = pack_longest_first(packing)
-    return None if bin_of is None else Grouping(packing.makespan(bin_of) + extra_s, partition, samples, packing, bin_of)
+def _packed(partition: Partition, samples: Ints, task: Task) -> Grouping | None:
+    bin_of = pack_longest_first(task.packing)
+    return None if bin_of is None else Grouping(task.seconds(bin_of), partition, samples, task, bin_of)
 
 
 def _is_enough(num_packed: int, num_samples: int, thorough: bool, is_good: bool, is_hopeless: bool) -> bool:
@@ -107,16 +135,17 @@ def _is_enough(num_packed: int, num_samples: int, thorough: bool, is_good: bool,
     return not thorough and (is_hopeless or (is_good and num_packed >= NUM_PACKED))
 
 
-def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf) -> list[Packing]:
+def _tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf) -> list[Task]:
     """What is packed into each partition; classes are the sizes of groups in any of them, ascending."""
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
     lengths = problem.lengths[samples]
-    loads, base = _loads(problem, lengths, classes), group_base(problem.cost, classes)
+    compute_s = group_compute(problem.cost, lengths, classes)
+    loads, base = _loads(problem, lengths, classes, compute_s), group_base(problem.cost, classes)
     allowed = lengths[:, None] <= np.array(degrees) * problem.max_tokens_per_rank
     room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
     capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
-    return [
+    packings = [
         Packing(
             loads=loads,
             base=base,
@@ -127,24 +156,19 @@ def _packings(problem: StepProblem, samples: Ints, candidates: Sequence[Partitio
         )
         for bin_class in (np.searchsorted(degrees, partition.size) for partition in candidates)
     ]
+    tokens = lengths[:, None] / np.array(degrees)
+    return [Task(packing, problem.cost, tokens, compute_s) for packing in packings]
 
 
-def height_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> float:
-    """The makespan of the same groups with other loads."""
-    degrees = np.unique(found.partition.size).tolist()
-    classes = [class_of(degree) for degree in degrees]
-    packing = replace(
-        found.packing,
-        loads=_loads(problem, problem.lengths[found.samples], classes),
-        base=group_base(problem.cost, classes),
-        bin_class=np.searchsorted(degrees, found.partition.size),
-    )
-    return packing.makespan(found.bin_of)
+def seconds_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> float:
+    """The estimate of the same groups with other loads."""
+    (task,) = _tasks(problem, found.samples, [found.partition], class_of)
+    return task.seconds(found.bin_of)
 
 
-def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> Floats:
+def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass], compute_s: Floats) -> Floats:
     """As `group_loads`, but a sample that no node can hold keeps its group as wide as it is."""
-    loads = group_loads(problem.cost, lengths, classes)
+    loads = group_loads(problem.cost, lengths, classes, compute_s)
     too_long = lengths > problem.cluster.ranks_per_node * problem.max_tokens_per_rank
     if too_long.any():
         unchanged = [group._replace(repacked=False) for group in classes]
@@ -152,24 +176,26 @@ def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> Fl
     return loads
 
 
-def _scores(packings: list[Packing]) -> Floats:
-    """A quick guess of each packing's height: its samples as a fluid, but no lower than its highest sample alone.
+def _scores(tasks: list[Task], extra_s: float) -> Floats:
+    """A quick guess of each packing's seconds: its samples as a fluid, but no less than its highest sample alone.
 
     Infinite where no group may hold some sample.
     """
-    heights, base = packings[0].loads.sum(axis=0), packings[0].base.sum(axis=0)
-    allowed = packings[0].allowed
-    alone = heights + base if allowed is None else np.where(allowed, heights + base, np.inf)
+    first = tasks[0]
+    heights, base, allowed = first.packing.loads.sum(axis=0), first.packing.base.sum(axis=0), first.packing.allowed
+    alone = heights + base + exposed_loads(first.cost, first.compute_s, first.tokens).sum(axis=0)
+    alone = alone if allowed is None else np.where(allowed, alone, np.inf)
     fluid = heights.sum(axis=0)
     scores = []
-    for packing in packings:
-        count = np.bincount(packing.bin_class, minlength=len(base))
+    for task in tasks:
+        count = np.bincount(task.packing.bin_class, minlength=len(base))
         present = count > 0
         level = (1 + (count * base / fluid).sum()) / (count / fluid).sum()
-        scores.append(max(level, float(alone[:, present].min(axis=1).max())))
+        scores.append(max(level + extra_s, float(alone[:, present].min(axis=1).max())))
     return np.array(scores)
 
 
-def _refined(found: Grouping, extra_s: float) -> Grouping:
-    bin_of = refine(found.packing, found.bin_of)
-    return found._replace(estimate_s=found.packing.makespan(bin_of) + extra_s, bin_of=bin_of)
+def _refined(found: Grouping) -> Grouping:
+    bin_of = refine(found.task.packing, found.bin_of)
+    refined = found._replace(estimate_s=found.task.seconds(bin_of), bin_of=bin_of)
+    return min(found, refined, key=lambda grouping: grouping.estimate_s)

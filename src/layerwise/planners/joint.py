@@ -7,6 +7,7 @@ where that is cheaper than exchanging heads: a sample wider than a node is then 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from layerwise.cost import Floats, LayerCost
 from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
-from layerwise.planners.dynamic import group_step
+from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s
 from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo
-from layerwise.planners.layout import Placement, halo_tile_rows, lay_out, level_shard_rows, tile_rows
+from layerwise.planners.layout import Placement, batched, halo_tile_rows, lay_out, level_shard_rows, tile_rows
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
@@ -48,23 +49,27 @@ class JointOptions(GroupOptions):
 def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
     """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are another strategy's."""
     nested = _nest_step(problem, options)
-    microbatches = tuple(_lay_out(problem, part.placement, part.shards) for part in nested)
+    own = tuple(_lay_out(problem, part.placement, part.shards) for part in nested)
     if not options.fallback:
-        return microbatches, {"fallbacks": 0}
-    rivals = _rivals(problem, options, sum(part.estimate_s for part in nested))
-    best = min([microbatches, *rivals], key=lambda step: _predicted_s(problem, step)) if rivals else microbatches
-    return best, {"fallbacks": int(best is not microbatches)}
+        return own, {"fallbacks": 0}
+    dynamic = group_step(problem, options)
+    if len(problem.lengths) > MANY_SAMPLES:
+        own_s, dynamic_s = sum(part.estimate_s for part in nested), sum(found[0].estimate_s for found in dynamic)
+        if own_s * (1 + DOUBT) < dynamic_s:
+            return own, {"fallbacks": 0}
+    best, best_s = own, _predicted_s(problem, own)
+    hopeless = len(problem.lengths) > HANDFUL and least_s(problem, dynamic) > (1 + ROUNDING) * best_s
+    for rival in [] if hopeless else _rivals(problem, options, dynamic):
+        if (rival_s := _predicted_s(problem, rival)) < best_s:
+            best, best_s = rival, rival_s
+    return best, {"fallbacks": int(best is not own)}
 
 
-def _rivals(problem: StepProblem, options: JointOptions, estimate_s: float) -> list[tuple[MicrobatchPlan, ...]]:
-    """Plans of other strategies that may be faster: of `dynamic`, if that is quick or its estimate close; or of all."""
-    step, few, many = group_step(problem, options), len(problem.lengths) <= HANDFUL, len(problem.lengths) > MANY_SAMPLES
-    if many and estimate_s * (1 + DOUBT) < sum(groupings[0].estimate_s for groupings in step):
-        return []
-    rivals = [tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in step)]
-    if few:
-        rivals.append(plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0])
-    return rivals
+def _rivals(problem: StepProblem, options: JointOptions, dynamic: Division) -> Iterator[tuple[MicrobatchPlan, ...]]:
+    """Plans of other strategies that may be faster."""
+    yield tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in dynamic)
+    if len(problem.lengths) <= HANDFUL:
+        yield plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
 
 
 def _predicted_s(problem: StepProblem, microbatches: tuple[MicrobatchPlan, ...]) -> float:
@@ -143,7 +148,10 @@ def _tiles(problem: StepProblem, layer: LayerCost, placement: Placement, shards:
         has_halo[samples] = prefers_halo(problem.cost, layer, problem.lengths[samples], degree)
     by_heads = ~has_halo[placement.sample]
     rest = Placement(placement.sample[by_heads], placement.first[by_heads], placement.degree[by_heads])
-    rows = [tile_rows(rest, problem.lengths, layer.spec), halo_tile_rows(shards[has_halo[shards[:, 0]]], layer.spec)]
+    rows = [
+        tile_rows(batched(rest, problem.lengths), layer.spec),
+        halo_tile_rows(shards[has_halo[shards[:, 0]]], layer.spec),
+    ]
     return tile_table(np.concatenate(rows))
 
 

@@ -49,17 +49,14 @@ def lay_out(
     their tiles of all other layer kinds, go where the children say.
     """
     children, parents = children or {}, sorted(parents, key=lambda p: p.first_rank)
-    wide = owners = place(parents)
+    wide = owners = batched(place(parents), lengths)
     if children:
         parts = [place([parent for parent in parents if parent not in children]), *children.values()]
         columns = (np.concatenate([getattr(p, name) for p in parts]) for name in ("sample", "first", "degree"))
-        owners = Placement(*columns)
+        owners = batched(Placement(*columns), lengths)
     return MicrobatchPlan(
-        shards=shard_table(shard_rows(owners, lengths)),
-        tiles={
-            kind: tile_table(tile_rows(wide if kind == FULL else owners, lengths, spec))
-            for kind, spec in attention.items()
-        },
+        shards=shard_table(shard_rows(owners)),
+        tiles={kind: tile_table(tile_rows(wide if kind == FULL else owners, spec)) for kind, spec in attention.items()},
         parents=tuple(_marked(parent, bool(children) and parent in children) for parent in parents if parent.samples),
     )
 
@@ -68,18 +65,27 @@ def _marked(parent: Parent, repacked: bool) -> Parent:
     return parent if parent.repacked == repacked else replace(parent, repacked=repacked)
 
 
-class _Batch(NamedTuple):
-    """The samples of one SP degree; `turn` numbers the samples of each group, longest first."""
+class Batch(NamedTuple):
+    """The samples of one SP degree; `turn` numbers the samples of each group, longest first. int64 [samples] each."""
 
     degree: int
     sample: Ints
     first: Ints
     length: Ints
     turn: Ints
-    begins: Ints  # row of the first sample of the row's group
+    begins: Ints  # the first sample of the sample's group
+
+    def rows(self, *columns: Ints) -> Ints:
+        """Rows of a table, int64 [samples x degree, columns]; a column broadcasts to [samples, degree]."""
+        table = np.empty((len(self.sample), self.degree, len(columns)), dtype=np.int64)
+        for index, column in enumerate(columns):
+            table[..., index] = column
+        return table.reshape(-1, len(columns))
 
 
-def _batches(placement: Placement, lengths: Ints) -> Iterable[_Batch]:
+def batched(placement: Placement, lengths: Ints) -> list[Batch]:
+    """The samples placed, by their SP degree."""
+    batches = []
     for degree in np.unique(placement.degree).tolist():
         chosen = np.flatnonzero(placement.degree == degree)
         sample, first = placement.sample[chosen], placement.first[chosen]
@@ -87,25 +93,25 @@ def _batches(placement: Placement, lengths: Ints) -> Iterable[_Batch]:
         sample, first = sample[order], first[order]
         starts = np.diff(first, prepend=-1) != 0
         begins = np.maximum.accumulate(np.where(starts, np.arange(len(first)), 0))
-        yield _Batch(degree, sample, first, lengths[sample], np.arange(len(first)) - begins, begins)
+        batches.append(Batch(degree, sample, first, lengths[sample], np.arange(len(first)) - begins, begins))
+    return batches
 
 
-def shard_rows(placement: Placement, lengths: Ints) -> Ints:
+def shard_rows(batches: Iterable[Batch]) -> Ints:
     """Shard rows, int64 [shards, 4]: each sample in equal contiguous parts on its ranks.
 
     Samples that share a group take turns in who gets the tokens left over, so a group's ranks differ by one
     at most.
     """
     rows = [np.zeros((0, len(Shard._fields)), dtype=np.int64)]
-    for batch in _batches(placement, lengths):
+    for batch in batches:
         base, extra = np.divmod(batch.length, batch.degree)
         before = np.cumsum(extra) - extra
         offset = before - before[batch.begins]
         position = np.arange(batch.degree)
         sizes = base[:, None] + ((position - offset[:, None]) % batch.degree < extra[:, None])
         hi = np.cumsum(sizes, axis=1)
-        columns = (batch.sample[:, None], batch.first[:, None] + position, hi - sizes, hi)
-        table = np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
+        table = batch.rows(batch.sample[:, None], batch.first[:, None] + position, hi - sizes, hi)
         rows.append(table[sizes.reshape(-1) > 0])
     return np.concatenate(rows)
 
@@ -194,21 +200,20 @@ def _even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def tile_rows(placement: Placement, lengths: Ints, spec: AttentionSpec) -> Ints:
+def tile_rows(batches: Iterable[Batch], spec: AttentionSpec) -> Ints:
     """Tile rows, int64 [tiles, 7]: each sample's queries x heads on its ranks, in shares of equal work.
 
     Where shares are unequal, samples that share a group take turns in who gets the larger ones.
     """
     rows = [np.zeros((0, len(Tile._fields)), dtype=np.int64)]
-    for batch in _batches(placement, lengths):
+    for batch in batches:
         shares = head_shares(batch.degree, spec)
         num_larger = sum(share.heads > shares[-1].heads for share in shares)
         cuts = {parts: query_cuts(batch.length, parts, spec) for parts in {share.parts for share in shares}}
         q0, q1 = (np.stack([cuts[s.parts][:, s.part + end] for s in shares], axis=1) for end in (0, 1))
         position = (np.arange(batch.degree) + (batch.turn * num_larger)[:, None]) % batch.degree
         h0, h1 = (np.array(heads) for heads in zip(*((s.h0, s.h1) for s in shares), strict=True))
-        columns = (batch.sample[:, None], batch.first[:, None] + position, q0, q1, spec.first_key(q0), h0, h1)
-        table = np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
+        table = batch.rows(batch.sample[:, None], batch.first[:, None] + position, q0, q1, spec.first_key(q0), h0, h1)
         rows.append(table[((q0 < q1) & (h0 < h1)).reshape(-1)])
     return np.concatenate(rows)
 

@@ -23,7 +23,7 @@ MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
 MIN_GAIN = 3e-4
 # The refinement ends after so many changes that did not lower the sum of heights.
-PATIENCE = 8
+PATIENCE = 3
 # An item above this share of the mean bin is large.
 ROCK_SHARE = 0.12
 

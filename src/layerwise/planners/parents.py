@@ -20,13 +20,12 @@ from layerwise.planners.repack import (
     Repacked,
     RepackOptions,
     count_parents,
-    fastest,
     fastest_step,
     keep_if_faster,
     num_others,
-    repack_microbatch,
     repack_step,
     repacked_class,
+    try_grouping,
     wants_wide,
     with_wide,
 )
@@ -63,9 +62,9 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
         return repacked_class(problem, degree, options)
 
     found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=True), options)
-    attempts = [repack_microbatch(problem, grouping.parents(), options) for grouping in found[: num_others(problem)]]
-    legal = [a for a in attempts if options.fallback or a.num_repacked == a.num_parents]
-    return fastest([best, *legal])
+    for grouping in found[: num_others(problem)]:
+        best = try_grouping(problem, best, grouping, grouping.estimate_s, options)
+    return best
 
 
 def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from layerwise.plan import Ints, MicrobatchPlan, Parent, shard_table
-from layerwise.planners.layout import Placement, lay_out, place, shard_rows
+from layerwise.planners.layout import Placement, batched, lay_out, place, shard_rows
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import Planned, RepackOptions, plan_repack
 from layerwise.spec import FULL, AttentionSpec
@@ -33,4 +33,4 @@ def lay_out_apart(
     microbatch = lay_out(lengths, attention, parents, children)
     if not children or FULL not in attention:
         return microbatch
-    return replace(microbatch, shards_by_kind={FULL: shard_table(shard_rows(place(parents), lengths))})
+    return replace(microbatch, shards_by_kind={FULL: shard_table(shard_rows(batched(place(parents), lengths)))})

@@ -16,9 +16,9 @@ import numpy as np
 from layerwise.cost import Floats, MicrobatchTimes
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
-from layerwise.planners.dynamic import Division, divisions, level_s
+from layerwise.planners.dynamic import ROUNDING, Division, divisions, level_s
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import Grouping, group_samples, height_with
+from layerwise.planners.grouping import Grouping, group_samples, seconds_with
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
@@ -91,17 +91,37 @@ def repack_step(
     """The best grouping of each micro-batch once it is repacked; no slower than `dynamic` where it may fall back."""
     results = []
     for groupings in division:
-        candidates = [groupings[0], *_promising(problem, groupings, options)]
-        attempts = [repack_microbatch(problem, found.parents(), options, layout) for found in candidates]
-        results.append(fastest(attempts))
+        best = repack_microbatch(problem, groupings[0].parents(), options, layout)
+        for least_s, found in _promising(problem, groupings, options):
+            best = try_grouping(problem, best, found, least_s, options, layout)
+        results.append(best)
     if options.fallback and problem.cluster.sync == "step":
-        unchanged = [_lay_out(problem, groupings[0].parents(), {}, options, layout) for groupings in division]
+        unchanged = [_unchanged(problem, groupings[0].parents(), options, layout) for groupings in division]
         results = keep_if_faster(problem, results, unchanged)
     return results
 
 
-def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[Grouping]:
-    """Groupings with wide groups, packed as `dynamic` packs them, that the loads after repacking favour."""
+def try_grouping(
+    problem: StepProblem,
+    best: Repacked,
+    found: Grouping,
+    least_s: float,
+    options: RepackOptions,
+    layout: LayOut = lay_out,
+) -> Repacked:
+    """The faster of `best` and another grouping, repacked, which takes `least_s` seconds where children are level.
+
+    Without fallback, all its parents must have been repacked.
+    """
+    if least_s > (1 + ROUNDING) * best.times.seconds:
+        return best
+    result = repack_microbatch(problem, found.parents(), options, layout)
+    is_legal = options.fallback or result.num_repacked == result.num_parents
+    return result if is_legal and result.beats(best) else best
+
+
+def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[tuple[float, Grouping]]:
+    """Groupings with wide groups, packed as `dynamic` packs them, that the loads after repacking favour; and those."""
     samples = groupings[0].samples
     if wants_wide(problem, samples, options):
         candidates = partitions(problem, samples, widths_allowed(problem, options.max_sp_degree))
@@ -112,7 +132,7 @@ def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackO
     wide = [(_repacked_s(problem, found, options), found) for found in with_wide(problem, groupings, options)]
     wide.sort(key=itemgetter(0))
     close_s = (1 + DOUBT) * min((seconds for seconds, _ in wide), default=np.inf)
-    return [found for seconds, found in wide[: num_others(problem)] if seconds <= close_s]
+    return [(seconds, found) for seconds, found in wide[: num_others(problem)] if seconds <= close_s]
 
 
 def with_wide(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[Grouping]:
@@ -129,7 +149,7 @@ def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> b
 
 
 def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -> float:
-    return height_with(problem, found, lambda degree: repacked_class(problem, degree, options))
+    return seconds_with(problem, found, lambda degree: repacked_class(problem, degree, options))
 
 
 def repacked_class(problem: StepProblem, degree: int, options: RepackOptions) -> GroupClass:
@@ -192,12 +212,17 @@ def _repack_microbatch(
     everywhere = _lay_out(problem, parents, children, options, layout)
     if not options.fallback or not children:
         return everywhere
-    nowhere = _lay_out(problem, parents, {}, options, layout)
+    nowhere = _unchanged(problem, parents, options, layout)
     attempts = [nowhere, everywhere]
     gain = _gainers(problem, nowhere, everywhere, tuple(children))
     if 0 < len(gain) < len(children):
         attempts.insert(1, _lay_out(problem, parents, {p: children[p] for p in gain}, options, layout))
     return fastest(attempts)
+
+
+def _unchanged(problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions, layout: LayOut) -> Repacked:
+    """No parent repacked."""
+    return problem.once(("unchanged", parents, layout), lambda: _lay_out(problem, parents, {}, options, layout))
 
 
 def _gainers(problem: StepProblem, wide: Repacked, repacked: Repacked, parents: tuple[Parent, ...]) -> list[Parent]:
