@@ -316,7 +316,7 @@ def test_the_estimate_of_a_group_is_its_prediction() -> None:
     cost = CostModel(cluster=WIDE_CLUSTER, model=WIDE_MODEL)
     for degree in (4, 8, 16):
         plan = wide_plan("static", [1600], sp_degree=degree)
-        loads = group_loads(cost, np.array([1600]), [GroupClass(degree)])[:, 0, 0]
+        loads = group_loads(cost, np.array([1600]), [GroupClass(degree)]).loads[:, 0, 0]
         estimate_s = float((loads + group_base(cost, [GroupClass(degree)])[:, 0]).sum())
         exact_s = predict(plan, WIDE_CLUSTER, WIDE_MODEL).seconds
         # The exact traffic of query ranges (degree > heads) skips keys after the range, so it may be lower.

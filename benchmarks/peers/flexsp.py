@@ -58,7 +58,7 @@ class _Chunk:
         self.count = np.bincount(self.bucket_of)
         self.degrees = np.array(task.degrees)
         classes = [GroupClass(degree) for degree in task.degrees]
-        self.sample_s = group_loads(task.cost, task.lengths[samples], classes).sum(axis=0)
+        self.sample_s = group_loads(task.cost, task.lengths[samples], classes).loads.sum(axis=0)
         sums = [np.bincount(self.bucket_of, weights=column) for column in self.sample_s.T]
         self.load_s = np.stack(sums, axis=1) / self.count[:, None]
         self.mean_tokens = np.bincount(self.bucket_of, weights=task.lengths[samples]) / self.count

@@ -61,7 +61,7 @@ class Task:
         """Seconds of one micro-batch by the planners' closed form, thousands of times faster than the prediction."""
         degrees = sorted({group.sp_degree for group in groups})
         classes = [GroupClass(degree) for degree in degrees]
-        loads, base = group_loads(self.cost, self.lengths, classes), group_base(self.cost, classes)
+        loads, base = group_loads(self.cost, self.lengths, classes).loads, group_base(self.cost, classes)
         column = [degrees.index(group.sp_degree) for group in groups]
         heights = [base[:, c] + loads[:, list(g.samples), c].sum(axis=1) for g, c in zip(groups, column, strict=True)]
         samples = [sample for group in groups for sample in group.samples]

@@ -130,7 +130,7 @@ class Estimate:
         return float(loads.sum(axis=0).max())
 
     def _loads(self, degree: int) -> Floats:
-        return group_loads(self.cost, self.lengths, [GroupClass(degree)])
+        return group_loads(self.cost, self.lengths, [GroupClass(degree)]).loads
 
     def _on(self, block: Block, columns: Floats) -> Floats:
         """float64 [rows, items] or [rows, items, 1] spread over the ranks of a block."""

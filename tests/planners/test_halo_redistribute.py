@@ -49,8 +49,8 @@ def test_halos_fall_back_where_they_are_slower() -> None:
     assert predict(forced, WIDE_CLUSTER, model).seconds > predict(plans["halo"], WIDE_CLUSTER, model).seconds
 
 
-def test_each_group_decides_for_itself() -> None:
-    """The whole is faster than halos everywhere and than halos nowhere."""
+def test_each_sample_decides_for_itself() -> None:
+    """Of one group, some samples have halos and some not; so all is faster than halos everywhere and nowhere."""
     model = WIDE_MODEL.model_copy(update={"sliding_window": 500})
     settings = {"cluster": WIDE_CLUSTER, "model": model, "max_tokens_per_rank": 2560}
     lengths = [11000, *long_tailed(3, 30, cap=4000, log_mean=6.0)]
@@ -58,14 +58,20 @@ def test_each_group_decides_for_itself() -> None:
         plan_step(lengths, strategy=name, **settings, **options)
         for name, options in (("halo", {}), ("halo", {"fallback": False}), ("dynamic", {}))
     )
-    assert 0 < halo.notes["halo"] < halo.notes["parents"]
+    tiles = [tile for microbatch in halo.microbatches for tile in microbatch.tiles[SLIDING]]
+    with_halo = {tile.sample for tile in tiles if tile.k0 > 0}
+    groups = [set(p.samples) for microbatch in halo.microbatches for p in microbatch.parents if p.sp_degree > 1]
+    assert any(group & with_halo and group - with_halo for group in groups)
+    assert halo.notes["halo"] == sum(bool(group & with_halo) for group in groups)
     assert predict(halo, WIDE_CLUSTER, model).seconds < predict(forced, WIDE_CLUSTER, model).seconds
     assert predict(halo, WIDE_CLUSTER, model).seconds < predict(dynamic, WIDE_CLUSTER, model).seconds
 
 
 def test_a_step_that_got_slower_stays_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups decide by their slowest rank; whatever they decide, the whole step is compared too."""
-    monkeypatch.setattr("layerwise.planners.halo._gains", lambda *_: True)
+    """Whatever samples decide, the whole step is compared too."""
+    monkeypatch.setattr(
+        "layerwise.planners.halo.prefers_halo", lambda _, layer, lengths, __: np.full(len(lengths), layer.spec.is_local)
+    )
     model = WIDE_MODEL.model_copy(update={"sliding_window": 50_000})
     settings = {"cluster": WIDE_CLUSTER, "model": model, "max_tokens_per_rank": 2560}
     halo, dynamic = (plan_step([16000], strategy=name, **settings) for name in ("halo", "dynamic"))

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from layerwise.cost import EXCHANGES, CostModel, Floats, LayerCost
 from layerwise.plan import Ints
 from layerwise.planners.layout import head_shares
-from layerwise.spec import FULL
+from layerwise.spec import FULL, AttentionSpec
 
 
 class GroupClass(NamedTuple):
     """Groups of `degree` ranks.
 
     repacked: only their full-attention layers communicate. halo: layers with a local mask fetch only the earlier keys
-    that a rank's own queries see, and keep all heads together.
+    that a rank's own queries see, and keep all heads together, but for samples that exchange heads faster.
     """
 
     degree: int
@@ -30,29 +30,29 @@ class GroupClass(NamedTuple):
     halo: bool = False
 
 
-def group_compute(cost: CostModel, lengths: Ints, classes: list[GroupClass]) -> Floats:
-    """Seconds per rank of each sample's linear work and attention in one layer, float64 [layers, samples, classes]."""
-    table = np.empty((len(cost.layers), len(lengths), len(classes)))
-    for row, layer in zip(table, cost.layers, strict=True):
-        for column, group in enumerate(classes):
-            heads_over = 1 if group.halo and layer.spec.is_local else group.degree
-            row[:, column] = (layer.token_s * lengths + layer.sample_s(lengths, heads_over)) / group.degree
-    return table
+class GroupLoads(NamedTuple):
+    """Seconds per rank that each sample adds to a group.
 
-
-def group_loads(cost: CostModel, lengths: Ints, classes: list[GroupClass], compute_s: Floats | None = None) -> Floats:
-    """Seconds per rank that each sample adds to a group, float64 [dims, samples, classes].
-
-    One dim per layer kind and one for the LM head where ranks wait at every layer; else a single dim, their
-    sum. compute_s: as of `group_compute`, if it is known.
+    loads: float64 [dims, samples, classes]. One dim per layer kind and one for the LM head where ranks wait at every
+    layer; else a single dim, their sum. compute_s: linear work and attention in one layer of each kind, float64
+    [layers, samples, classes].
     """
-    compute_s = group_compute(cost, lengths, classes) if compute_s is None else compute_s
-    rows = np.empty((len(cost.layers) + 1, *compute_s.shape[1:]))
-    for row, layer, layer_s in zip(rows, cost.layers, compute_s, strict=False):
+
+    loads: Floats
+    compute_s: Floats
+
+
+def group_loads(cost: CostModel, lengths: Ints, classes: list[GroupClass]) -> GroupLoads:
+    """What samples of these lengths add to groups of each class."""
+    shape = (len(lengths), len(classes))
+    rows, compute_s = np.empty((len(cost.layers) + 1, *shape)), np.empty((len(cost.layers), *shape))
+    for index, layer in enumerate(cost.layers):
         for column, group in enumerate(classes):
-            row[:, column] = layer.num_layers * (layer_s[:, column] + _traffic_s(cost, layer, lengths, group))
+            layer_s, traffic_s = _layer_loads(cost, layer, lengths, group)
+            compute_s[index, :, column] = layer_s
+            rows[index, :, column] = layer.num_layers * (layer_s + traffic_s)
     rows[-1] = cost.head_token_s * lengths[:, None] / np.array([group.degree for group in classes])
-    return _dims(cost, rows)
+    return GroupLoads(_dims(cost, rows), compute_s)
 
 
 def exposed_loads(cost: CostModel, compute_s: Floats, tokens: Floats) -> Floats:
@@ -69,17 +69,23 @@ def exposed_loads(cost: CostModel, compute_s: Floats, tokens: Floats) -> Floats:
 
 def group_base(cost: CostModel, classes: list[GroupClass]) -> Floats:
     """Seconds per rank of a group that no sample adds (latency of its messages), float64 [dims, classes]."""
-    rows = []
-    for layer in cost.layers:
-        peers = [group.degree - 1 if _exchanges(layer, group) else 0 for group in classes]
-        per_peer_s = layer.num_layers * EXCHANGES * cost.passes * cost.cluster.message_latency_s
-        rows.append(per_peer_s * np.array(peers, dtype=np.float64))
-    return _dims(cost, np.stack([*rows, np.zeros(len(classes))]))
+    rows = np.zeros((len(cost.layers) + 1, len(classes)))
+    for row, layer in zip(rows, cost.layers, strict=False):
+        latency_s = layer.num_layers * cost.passes * cost.cluster.message_latency_s
+        row[:] = [latency_s * _fewest_messages(layer, group) for group in classes]
+    return _dims(cost, rows)
+
+
+def _fewest_messages(layer: LayerCost, group: GroupClass) -> int:
+    """What a rank of a group sends in one pass of a layer: to every other rank, or to the next one only."""
+    if group.degree == 1 or (layer.kind != FULL and group.repacked):
+        return 0
+    return 1 if group.halo and layer.spec.is_local else EXCHANGES * (group.degree - 1)
 
 
 def exposed_s(cost: CostModel, lengths: Ints) -> float:
     """Seconds of a micro-batch in which parameter and dispatch traffic outlasts level compute."""
-    alone = group_compute(cost, lengths, [GroupClass(1)])[:, :, 0]
+    alone = group_loads(cost, lengths, [GroupClass(1)]).compute_s[:, :, 0]
     compute_s = alone.sum(axis=1) / cost.cluster.num_ranks
     return float(exposed_loads(cost, compute_s, lengths.sum() / cost.cluster.num_ranks).sum())
 
@@ -123,38 +129,49 @@ def _share_s(layer: LayerCost, lengths: Ints, degree: int) -> Floats:
 
 def _cheaper_exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
     by_heads_s = _exchange_s(cost, layer, lengths, degree)
-    return np.minimum(by_heads_s, halo_s(cost, layer, lengths, degree)) if layer.spec.is_local else by_heads_s
+    return np.minimum(by_heads_s, sum(_halo_s(cost, layer, lengths, degree))) if layer.spec.is_local else by_heads_s
 
 
 def prefers_halo(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> NDArray[np.bool_]:
-    """Whether fetching the keys just before a rank's shard is cheaper than exchanging heads, bool [samples]."""
-    if not layer.spec.is_local:
+    """Whether fetching the keys just before a rank's shard is cheaper than exchanging heads, bool [samples].
+
+    Never on one rank, where there is nothing to fetch.
+    """
+    if not layer.spec.is_local or degree == 1:
         return np.zeros(len(lengths), dtype=bool)
-    return np.asarray(halo_s(cost, layer, lengths, degree) <= _exchange_s(cost, layer, lengths, degree))
+    return np.asarray(sum(_halo_s(cost, layer, lengths, degree)) <= _exchange_s(cost, layer, lengths, degree))
 
 
-def halo_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
-    """Seconds of one layer's halo exchange, forward and backward, on the rank that fetches most; with latency."""
-    if degree == 1:
-        return np.zeros(len(lengths))
+def _halo_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> tuple[Floats, Floats]:
+    """Seconds of one layer's fetched bytes on the last rank, which needs most, and of messages if they go alone."""
     spec, cluster = layer.spec, cost.cluster
-    shard = -(-lengths // degree)
-    keys = np.minimum((spec.reach or 1) - 1, lengths - shard)
+    keys, shard = _halo_keys(spec, lengths, degree)
     bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * cost.bytes_per_element
     rate = cluster.slow_bytes_per_s if degree > cluster.ranks_per_node else cluster.fast_bytes_per_s
-    messages = -(-keys // shard)
-    return np.asarray(cost.passes * (keys * bytes_per_key / rate + messages * cluster.message_latency_s))
+    fetch_s, messages = cost.passes * keys * bytes_per_key / rate, -(-keys // shard)
+    return fetch_s, np.asarray(cost.passes * cluster.message_latency_s * messages)
 
 
-def _traffic_s(cost: CostModel, layer: LayerCost, lengths: Ints, group: GroupClass) -> Floats:
-    """Seconds of one layer's exchanges on each rank of a group, without latency, float64 [samples]."""
+def _halo_keys(spec: AttentionSpec, lengths: Ints, degree: int) -> tuple[Ints, Ints]:
+    """Keys that the last of `degree` ranks fetches, and tokens of its shard, int64 [samples] each."""
+    shard = -(-lengths // degree)
+    return np.minimum((spec.reach or 1) - 1, lengths - shard), shard
+
+
+def _layer_loads(cost: CostModel, layer: LayerCost, lengths: Ints, group: GroupClass) -> tuple[Floats, Floats]:
+    """Seconds of one layer's compute, and of its exchanges without latency, float64 [samples] each."""
+    degree = group.degree
+    linear_s, attention_s = layer.token_s * lengths / degree, layer.sample_s(lengths, degree) / degree
+    if layer.kind != FULL and group.repacked:
+        return linear_s + attention_s, np.zeros(len(lengths))
+    traffic_s = _exchange_s(cost, layer, lengths, degree)
     if group.halo and layer.spec.is_local:
-        return halo_s(cost, layer, lengths, group.degree)
-    return _exchange_s(cost, layer, lengths, group.degree) if _exchanges(layer, group) else np.zeros(len(lengths))
-
-
-def _exchanges(layer: LayerCost, group: GroupClass) -> bool:
-    return layer.kind == FULL or not (group.repacked or (group.halo and layer.spec.is_local))
+        has_halo = prefers_halo(cost, layer, lengths, degree)
+        keys, shard = _halo_keys(layer.spec, lengths, degree)
+        own_s = layer.attention_s(layer.spec.pairs(lengths - shard, lengths), keys + shard, layer.spec.num_heads)
+        attention_s = np.where(has_halo, own_s, attention_s)
+        traffic_s = np.where(has_halo, _halo_s(cost, layer, lengths, degree)[0], traffic_s)
+    return linear_s + attention_s, traffic_s
 
 
 def _exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:

@@ -15,10 +15,10 @@ from layerwise.cost import CostModel, Floats
 from layerwise.plan import Ints, Parent
 from layerwise.planners.estimate import (
     GroupClass,
+    GroupLoads,
     exposed_loads,
     exposed_s,
     group_base,
-    group_compute,
     group_loads,
 )
 from layerwise.planners.packing import Packing, pack_longest_first, refine
@@ -40,7 +40,7 @@ CHILD_FILL = 0.995
 class Task(NamedTuple):
     """Samples to be packed into the groups of a partition, and what their seconds follow from beside the packing.
 
-    tokens: of each rank, float64 [samples, classes]; compute_s: as of `group_compute`.
+    tokens: of each rank, float64 [samples, classes]; compute_s: as of `GroupLoads`.
     """
 
     packing: Packing
@@ -140,14 +140,13 @@ def _tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition],
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
     lengths = problem.lengths[samples]
-    compute_s = group_compute(problem.cost, lengths, classes)
-    loads, base = _loads(problem, lengths, classes, compute_s), group_base(problem.cost, classes)
+    loads, base = _loads(problem, lengths, classes), group_base(problem.cost, classes)
     allowed = lengths[:, None] <= np.array(degrees) * problem.max_tokens_per_rank
     room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
     capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
     packings = [
         Packing(
-            loads=loads,
+            loads=loads.loads,
             base=base,
             bin_class=bin_class,
             tokens=lengths,
@@ -157,7 +156,7 @@ def _tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition],
         for bin_class in (np.searchsorted(degrees, partition.size) for partition in candidates)
     ]
     tokens = lengths[:, None] / np.array(degrees)
-    return [Task(packing, problem.cost, tokens, compute_s) for packing in packings]
+    return [Task(packing, problem.cost, tokens, loads.compute_s) for packing in packings]
 
 
 def seconds_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> float:
@@ -166,14 +165,14 @@ def seconds_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> fl
     return task.seconds(found.bin_of)
 
 
-def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass], compute_s: Floats) -> Floats:
+def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> GroupLoads:
     """As `group_loads`, but a sample that no node can hold keeps its group as wide as it is."""
-    loads = group_loads(problem.cost, lengths, classes, compute_s)
+    found = group_loads(problem.cost, lengths, classes)
     too_long = lengths > problem.cluster.ranks_per_node * problem.max_tokens_per_rank
     if too_long.any():
         unchanged = [group._replace(repacked=False) for group in classes]
-        loads[:, too_long] = group_loads(problem.cost, lengths[too_long], unchanged)
-    return loads
+        found.loads[:, too_long] = group_loads(problem.cost, lengths[too_long], unchanged).loads
+    return found
 
 
 def _scores(tasks: list[Task], extra_s: float) -> Floats:

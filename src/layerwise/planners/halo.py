@@ -1,39 +1,31 @@
 """halo: groups and contiguous shards as in `dynamic`, but layers with a local mask fetch only the keys that they need.
 
 Each rank computes the queries of its own shards with all heads, so of a sliding layer at most window - 1 keys cross a
-cut (the rival answer to repacking: Megatron-LM issue 5593). Layers that need whole samples stay wide.
+cut (the rival answer to repacking: Megatron-LM issue 5593). Samples for which that is slower exchange heads; layers
+that need whole samples stay wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from layerwise.cost import LayerTimes, MicrobatchTimes
-from layerwise.plan import MicrobatchPlan, Parent, tile_table
-from layerwise.planners.dynamic import group_step
-from layerwise.planners.estimate import GroupClass
-from layerwise.planners.layout import halo_tile_rows, lay_out
+from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
+from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s, plan_dynamic
+from layerwise.planners.estimate import GroupClass, prefers_halo
+from layerwise.planners.grouping import seconds_with
+from layerwise.planners.layout import Placement, batched, halo_tile_rows, place, shard_rows, tile_rows
 from layerwise.planners.problem import GroupOptions, StepProblem
+
+HaloSamples = dict[str, NDArray[np.bool_]]
 
 
 class HaloOptions(GroupOptions):
-    """fallback: keep a group's wide layout in layers of a kind where halos are predicted to be slower."""
+    """fallback: samples exchange heads in layers of a kind where halos are predicted to be slower."""
 
     fallback: bool = True
-
-
-class _Halos(NamedTuple):
-    """A micro-batch and its times, its groups of several ranks, and how many of those use halos in every local kind."""
-
-    microbatch: MicrobatchPlan
-    times: MicrobatchTimes
-    num_parents: int
-    num_halo: int
 
 
 def halo_class(degree: int) -> GroupClass:
@@ -41,60 +33,76 @@ def halo_class(degree: int) -> GroupClass:
     return GroupClass(degree, halo=True)
 
 
+class _Halos(NamedTuple):
+    """A step's micro-batches, how many of its groups use halos, and its seconds."""
+
+    microbatches: tuple[MicrobatchPlan, ...]
+    num_halo: int
+    seconds: float
+
+
 def plan_halo(problem: StepProblem, options: HaloOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
     """The groups of `dynamic`, or those chosen for halos, with halos; with fallback, no slower than without."""
-    divisions = (group_step(problem, options, class_of) for class_of in (GroupClass, halo_class))
-    groups = dict.fromkeys(tuple(groupings[0].parents() for groupings in division) for division in divisions)
-    steps: list[list[_Halos]] = []
-    for parents in groups:
-        wide = (lay_out(problem.lengths, problem.cost.attention, found) for found in parents)
-        ways = [_ways(problem, microbatch, options) for microbatch in wide]
-        steps += [list(step) for step in zip(*ways, strict=True)]
-    best = min(steps, key=lambda step: problem.cost.step_s([found.times for found in step]))
-    num_parents, num_halo = sum(found.num_parents for found in best), sum(found.num_halo for found in best)
-    notes = {"parents": num_parents, "halo": num_halo, "fallbacks": num_parents - num_halo}
-    return tuple(found.microbatch for found in best), notes
+    wide = group_step(problem, options)
+    (_, division), *others = sorted(_divisions(problem, options, wide), key=lambda found: found[0])
+    best = _use_halos(problem, division, options)
+    for bound_s, division in others:
+        if bound_s < best.seconds:
+            best = min(best, _use_halos(problem, division, options), key=lambda found: found.seconds)
+    if options.fallback and least_s(problem, wide) <= (1 + ROUNDING) * best.seconds:
+        unchanged = plan_dynamic(problem, options)
+        best = min(best, _Halos(unchanged, 0, problem.predicted_s(unchanged)), key=lambda found: found.seconds)
+    num_parents = sum(parent.sp_degree > 1 for microbatch in best.microbatches for parent in microbatch.parents)
+    notes = {"parents": num_parents, "halo": best.num_halo, "fallbacks": num_parents - best.num_halo}
+    return best.microbatches, notes
 
 
-def _ways(problem: StepProblem, wide: MicrobatchPlan, options: HaloOptions) -> list[_Halos]:
-    """Halos in each local kind for every group; or for those groups whose slowest rank they do not slow down, and none.
+def _divisions(problem: StepProblem, options: HaloOptions, wide: Division) -> list[tuple[float, Division]]:
+    """The groups of `dynamic` and those for halos, with the least seconds that halos can take in them."""
+    fastest = [groupings[0] for groupings in wide]
+    with_halos = [[found._replace(estimate_s=seconds_with(problem, found, halo_class))] for found in fastest]
+    divisions = [with_halos, group_step(problem, options, halo_class)]
+    different = {tuple(groupings[0].parents() for groupings in division): division for division in divisions}
+    return [(least_s(problem, division), division) for division in different.values()]
 
-    Groups share no rank, so where ranks wait at every layer no other choice of groups is faster.
+
+def _use_halos(problem: StepProblem, division: Division, options: HaloOptions) -> _Halos:
+    microbatches, num_halo = [], 0
+    for groupings in division:
+        parents = groupings[0].parents()
+        placement = place(parents)
+        with_halo = halo_samples(problem, placement, everywhere=not options.fallback)
+        shards = shard_rows(batched(placement, problem.lengths))
+        microbatches.append(lay_out_halos(problem, placement, shards, with_halo, parents))
+        used = np.any(list(with_halo.values()), axis=0)
+        num_halo += sum(bool(used[list(parent.samples)].any()) for parent in parents)
+    return _Halos(tuple(microbatches), num_halo, problem.predicted_s(microbatches))
+
+
+def halo_samples(problem: StepProblem, placement: Placement, *, everywhere: bool = False) -> HaloSamples:
+    """By layer kind, the samples whose ranks fetch halos: those for which that is faster, or all that can.
+
+    bool [samples of the step] each.
     """
-    specs = problem.cost.attention
-    local = [kind for kind, spec in specs.items() if spec.is_local]
-    everywhere = _use_halos(problem, wide, dict.fromkeys(local, wide.parents))
-    if not options.fallback:
-        return [everywhere]
-    known = {kind: everywhere.times.times[kind] for kind in specs if kind not in local}
-    nowhere = _use_halos(problem, wide, {}, known)
-    chosen = {kind: tuple(p for p in wide.parents if _gains(p, kind, everywhere, nowhere)) for kind in local}
-    if all(chosen[kind] == wide.parents for kind in local):
-        return [everywhere, nowhere]
-    return [_use_halos(problem, wide, chosen, known) if any(chosen.values()) else nowhere, nowhere]
+    found: HaloSamples = {layer.kind: np.zeros(len(problem.lengths), dtype=bool) for layer in problem.cost.layers}
+    for degree in np.unique(placement.degree).tolist():
+        samples = placement.sample[placement.degree == degree]
+        for layer in problem.cost.layers:
+            prefers = prefers_halo(problem.cost, layer, problem.lengths[samples], degree)
+            found[layer.kind][samples] = prefers | (everywhere and layer.spec.is_local and degree > 1)
+    return found
 
 
-def _gains(parent: Parent, kind: str, halo: _Halos, wide: _Halos) -> bool:
-    """Whether the group's slowest rank takes no longer with halos in layers of this kind."""
-    ranks = slice(parent.first_rank, parent.first_rank + parent.sp_degree)
-    halo_s, wide_s = (float(found.times.times[kind].total_s[ranks].max()) for found in (halo, wide))
-    return halo_s <= wide_s
-
-
-def _use_halos(
-    problem: StepProblem,
-    wide: MicrobatchPlan,
-    parents_of: Mapping[str, tuple[Parent, ...]],
-    known: Mapping[str, LayerTimes] = MappingProxyType({}),
-) -> _Halos:
-    """The micro-batch with halos in layers of each kind for the groups given with it; `known` times of other kinds."""
-    tiles = dict(wide.tiles)
-    for kind, parents in parents_of.items():
-        samples = [sample for parent in parents for sample in parent.samples]
-        own = wide.shards.rows[np.isin(wide.shards.column("sample"), samples)]
-        rest = tiles[kind].rows[~np.isin(tiles[kind].column("sample"), samples)]
-        tiles[kind] = tile_table(np.concatenate([rest, halo_tile_rows(own, problem.cost.attention[kind])]))
-    shared = [parent for parent in wide.parents if parent.sp_degree > 1]
-    halo = [parent for parent in shared if parents_of and all(parent in parents for parents in parents_of.values())]
-    microbatch = replace(wide, tiles=tiles)
-    return _Halos(microbatch, problem.cost.time_microbatch(microbatch, known), len(shared), len(halo))
+def lay_out_halos(
+    problem: StepProblem, placement: Placement, shards: Ints, with_halo: HaloSamples, parents: tuple[Parent, ...]
+) -> MicrobatchPlan:
+    """Heads over the block of each sample, or each shard's own queries and a halo of keys."""
+    tiles: dict[str, Table[Tile]] = {}
+    for layer in problem.cost.layers:
+        halo = with_halo[layer.kind]
+        by_heads = ~halo[placement.sample]
+        rest = Placement(placement.sample[by_heads], placement.first[by_heads], placement.degree[by_heads])
+        rows = tile_rows(batched(rest, problem.lengths), layer.spec)
+        own = halo_tile_rows(shards[halo[shards[:, 0]]], layer.spec)
+        tiles[layer.kind] = tile_table(np.concatenate([rows, own]))
+    return MicrobatchPlan(shards=shard_table(shards), tiles=tiles, parents=parents)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerwise.cost import Floats, LayerCost
-from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
+from layerwise.cost import Floats
+from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s
-from layerwise.planners.estimate import exposed_s, nested_loads, prefers_halo
-from layerwise.planners.layout import Placement, batched, halo_tile_rows, lay_out, level_shard_rows, tile_rows
+from layerwise.planners.estimate import exposed_s, nested_loads
+from layerwise.planners.halo import halo_samples, lay_out_halos
+from layerwise.planners.layout import Placement, lay_out, level_shard_rows
 from layerwise.planners.nesting import Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
@@ -49,7 +50,7 @@ class JointOptions(GroupOptions):
 def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
     """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are another strategy's."""
     nested = _nest_step(problem, options)
-    own = tuple(_lay_out(problem, part.placement, part.shards) for part in nested)
+    own = tuple(_lay_out(problem, part) for part in nested)
     if not options.fallback:
         return own, {"fallbacks": 0}
     dynamic = group_step(problem, options)
@@ -57,10 +58,10 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[Micro
         own_s, dynamic_s = sum(part.estimate_s for part in nested), sum(found[0].estimate_s for found in dynamic)
         if own_s * (1 + DOUBT) < dynamic_s:
             return own, {"fallbacks": 0}
-    best, best_s = own, _predicted_s(problem, own)
+    best, best_s = own, problem.predicted_s(own)
     hopeless = len(problem.lengths) > HANDFUL and least_s(problem, dynamic) > (1 + ROUNDING) * best_s
     for rival in [] if hopeless else _rivals(problem, options, dynamic):
-        if (rival_s := _predicted_s(problem, rival)) < best_s:
+        if (rival_s := problem.predicted_s(rival)) < best_s:
             best, best_s = rival, rival_s
     return best, {"fallbacks": int(best is not own)}
 
@@ -70,10 +71,6 @@ def _rivals(problem: StepProblem, options: JointOptions, dynamic: Division) -> I
     yield tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in dynamic)
     if len(problem.lengths) <= HANDFUL:
         yield plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
-
-
-def _predicted_s(problem: StepProblem, microbatches: tuple[MicrobatchPlan, ...]) -> float:
-    return problem.cost.step_s([problem.cost.time_microbatch(microbatch) for microbatch in microbatches])
 
 
 def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:
@@ -132,27 +129,9 @@ def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
     return _Nested(estimate_s, placement, shards, float(tokens.max() / tokens.mean() - 1))
 
 
-def _lay_out(problem: StepProblem, placement: Placement, shards: Ints) -> MicrobatchPlan:
-    return MicrobatchPlan(
-        shards=shard_table(shards),
-        tiles={layer.kind: _tiles(problem, layer, placement, shards) for layer in problem.cost.layers},
-        parents=_parents(placement),
-    )
-
-
-def _tiles(problem: StepProblem, layer: LayerCost, placement: Placement, shards: Ints) -> Table[Tile]:
-    """Heads over the block of each sample, or, where that is cheaper, each shard's own queries and a halo of keys."""
-    has_halo = np.zeros(len(problem.lengths), dtype=bool)
-    for degree in np.unique(placement.degree).tolist():
-        samples = placement.sample[placement.degree == degree]
-        has_halo[samples] = prefers_halo(problem.cost, layer, problem.lengths[samples], degree)
-    by_heads = ~has_halo[placement.sample]
-    rest = Placement(placement.sample[by_heads], placement.first[by_heads], placement.degree[by_heads])
-    rows = [
-        tile_rows(batched(rest, problem.lengths), layer.spec),
-        halo_tile_rows(shards[has_halo[shards[:, 0]]], layer.spec),
-    ]
-    return tile_table(np.concatenate(rows))
+def _lay_out(problem: StepProblem, nested: _Nested) -> MicrobatchPlan:
+    placement, with_halo = nested.placement, halo_samples(problem, nested.placement)
+    return lay_out_halos(problem, placement, nested.shards, with_halo, _parents(placement))
 
 
 def _parents(placement: Placement) -> tuple[Parent, ...]:

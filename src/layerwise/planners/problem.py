@@ -12,7 +12,7 @@ from pydantic import Field
 
 from layerwise.cost import CostModel
 from layerwise.errors import DataError, InfeasibleError, SpecError
-from layerwise.plan import Ints
+from layerwise.plan import Ints, MicrobatchPlan
 from layerwise.spec import ClusterSpec, Record
 
 AnswerT = TypeVar("AnswerT")
@@ -68,6 +68,10 @@ class StepProblem:
         for layer in self.cost.layers:
             seconds = seconds + layer.num_layers * (layer.token_s * self.lengths + layer.sample_s(self.lengths))
         return np.asarray(seconds)
+
+    def predicted_s(self, microbatches: Sequence[MicrobatchPlan]) -> float:
+        """Predicted seconds of the step in these micro-batches."""
+        return self.cost.step_s([self.cost.time_microbatch(microbatch) for microbatch in microbatches])
 
     @property
     def fewest_microbatches(self) -> int:
