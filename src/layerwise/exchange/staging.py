@@ -16,16 +16,15 @@ class Staging:
     """Flat buffers of this process: as many as were ever in use at once, each as large as was ever asked of it."""
 
     def __init__(self) -> None:
-        self._free: list[torch.UntypedStorage] = []
+        self._free: list[torch.UntypedStorage] = []  # smallest first
         self._lock = Lock()
 
     def take(self, num_elements: int, like: Tensor) -> Tensor:
         """An uninitialised flat tensor of the dtype and device of `like`, until it is given back."""
-        if like.device.type != "cpu":
+        if not like.is_cpu:
             return like.new_empty(num_elements)
-        num_bytes = num_elements * like.dtype.itemsize
+        num_bytes = num_elements * like.itemsize
         with self._lock:
-            self._free.sort(key=len)
             fitting = next((i for i, storage in enumerate(self._free) if len(storage) >= num_bytes), -1)
             storage = self._free.pop(fitting) if self._free else None
         if storage is None or len(storage) < num_bytes:
@@ -35,7 +34,8 @@ class Staging:
     def give(self, *buffers: Tensor) -> None:
         """Take back buffers that nothing reads any more."""
         with self._lock:
-            self._free += [buffer.untyped_storage() for buffer in buffers if buffer.device.type == "cpu"]
+            self._free += [buffer.untyped_storage() for buffer in buffers if buffer.is_cpu]
+            self._free.sort(key=len)
 
     def clear(self) -> None:
         """Free the buffers that are not in use."""
