@@ -176,21 +176,22 @@ def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> Gr
 
 
 def _scores(tasks: list[Task], extra_s: float) -> Floats:
-    """A quick guess of each packing's seconds: its samples as a fluid, but no less than its highest sample alone.
+    """A quick guess of each packing's seconds: its samples as a fluid, but no less than its longest sample alone.
 
-    Infinite where no group may hold some sample.
+    Infinite where no group may hold that.
     """
-    first = tasks[0]
-    heights, base, allowed = first.packing.loads.sum(axis=0), first.packing.base.sum(axis=0), first.packing.allowed
-    alone = heights + base + exposed_loads(first.cost, first.compute_s, first.tokens).sum(axis=0)
-    alone = alone if allowed is None else np.where(allowed, alone, np.inf)
-    fluid = heights.sum(axis=0)
+    task = tasks[0]
+    packing, longest = task.packing, int(task.packing.tokens.argmax())
+    base, fluid = packing.base.sum(axis=0), packing.loads.sum(axis=(0, 1))
+    exposed = exposed_loads(task.cost, task.compute_s[:, longest], task.tokens[longest])
+    alone = (packing.loads[:, longest] + exposed).sum(axis=0) + base
+    if packing.allowed is not None:
+        alone = np.where(packing.allowed[longest], alone, np.inf)
     scores = []
     for task in tasks:
         count = np.bincount(task.packing.bin_class, minlength=len(base))
-        present = count > 0
         level = (1 + (count * base / fluid).sum()) / (count / fluid).sum()
-        scores.append(max(level + extra_s, float(alone[:, present].min(axis=1).max())))
+        scores.append(max(level + extra_s, float(alone[count > 0].min())))
     return np.array(scores)
 
 

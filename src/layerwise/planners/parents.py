@@ -13,6 +13,7 @@ from layerwise.plan import Parent
 from layerwise.planners.dynamic import Division, group_step
 from layerwise.planners.estimate import GroupClass
 from layerwise.planners.grouping import group_samples
+from layerwise.planners.layout import place
 from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import (
@@ -68,13 +69,11 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
 
 
 def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:
-    old, new = (
-        {
-            sample: (index, parent.first_rank)
-            for index, parents in enumerate(step)
-            for parent in parents
-            for sample in parent.samples
-        }
-        for step in (before, after)
-    )
-    return sum(old[sample] != group for sample, group in new.items())
+    """Samples in another micro-batch, or in a group that begins elsewhere."""
+    tables = []
+    for step in (before, after):
+        placements = [place(parents) for parents in step]
+        rows = [np.stack([p.sample, np.full_like(p.first, i), p.first], axis=1) for i, p in enumerate(placements)]
+        table = np.concatenate(rows)
+        tables.append(table[np.argsort(table[:, 0])])
+    return int((tables[0] != tables[1]).any(axis=1).sum())
