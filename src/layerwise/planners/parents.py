@@ -15,7 +15,7 @@ from layerwise.planners.estimate import GroupClass
 from layerwise.planners.grouping import group_samples
 from layerwise.planners.layout import place
 from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
-from layerwise.planners.problem import StepProblem
+from layerwise.planners.problem import MANY_SAMPLES, StepProblem
 from layerwise.planners.repack import (
     Planned,
     Repacked,
@@ -62,7 +62,8 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
     def class_of(degree: int) -> GroupClass:
         return repacked_class(problem, degree, options)
 
-    found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=True), options)
+    few = len(samples) <= MANY_SAMPLES
+    found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=few), options)
     for grouping in found[: num_others(problem)]:
         best = try_grouping(problem, best, grouping, grouping.estimate_s, options)
     return best
