@@ -12,7 +12,7 @@ def _packing(sizes: list[int], num_bins: int, capacity: int = 10**9) -> Packing:
     """Equal bins, one load."""
     return Packing(
         loads=np.array(sizes, dtype=float)[None, :, None],
-        base=np.zeros((1, 1)),
+        base=np.zeros((1, num_bins)),
         bin_class=np.zeros(num_bins, dtype=np.int64),
         tokens=np.array(sizes),
         capacity_tokens=np.full(num_bins, capacity),
@@ -50,7 +50,7 @@ def test_refining_never_makes_it_higher_and_keeps_capacity() -> None:
         loads = rng.random((3, 40, 2)) * tokens[None, :, None]
         packing = Packing(
             loads=loads,
-            base=rng.random((3, 2)),
+            base=rng.random((3, 5)),
             bin_class=np.array([0, 0, 0, 1, 1]),
             tokens=tokens,
             capacity_tokens=np.full(5, int(tokens.sum() / 3)),
@@ -64,6 +64,24 @@ def test_refining_never_makes_it_higher_and_keeps_capacity() -> None:
             assert np.bincount(bin_of, weights=tokens, minlength=5).max() <= packing.capacity_tokens[0]
             assert packing.allowed is not None
             assert packing.allowed[np.arange(40), packing.bin_class[bin_of]].all()
+
+
+def test_refining_trades_one_dimension_for_another() -> None:
+    """One item moves: the second dimension falls by 3 of 99, the first rises by 1.4 of 56, and neither is tied.
+
+    A smooth norm sees the lower bin of the second dimension rise too, and would stay.
+    """
+    loads = np.array([[15.0] + [1.4] * 63, [0.0] + [3.0] * 63])[:, :, None]
+    packing = Packing(
+        loads=loads,
+        base=np.zeros((2, 2)),
+        bin_class=np.zeros(2, dtype=np.int64),
+        tokens=np.ones(64, dtype=np.int64),
+        capacity_tokens=np.full(2, 100),
+    )
+    bin_of = np.array([0] * 31 + [1] * 33)
+    assert packing.makespan(bin_of) == pytest.approx(15 + 30 * 1.4 + 99)
+    assert packing.makespan(refine(packing, bin_of)) == pytest.approx(15 + 31 * 1.4 + 96)
 
 
 def test_refining_returns_the_start_where_smoothing_misleads() -> None:

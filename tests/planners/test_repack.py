@@ -14,6 +14,14 @@ from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import Repacked, RepackOptions, keep_if_faster, repack_microbatch
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, make_cluster, wide_plan
 
+MANY_NODES = make_cluster(
+    64,
+    fast_bytes_per_s=100e6,
+    slow_bytes_per_s=100e6 / 7,
+    message_latency_s=1e-5,
+    peak_flops_per_s=2e9,
+    element_bytes=4,
+)
 LENGTHS = [13000, 2100, 1800, 1700, 900, 800, 750, 700, 600, 400, 350, 300, 120, 60, 20]
 
 
@@ -177,28 +185,35 @@ def test_repack_within_node_repacks_narrow_parents() -> None:
 
 def test_parent_solver_moves_samples_and_gains() -> None:
     """Long-tailed steps on 64 ranks: at least one of them gets faster by moving samples between parents."""
-    cluster = make_cluster(
-        64,
-        fast_bytes_per_s=100e6,
-        slow_bytes_per_s=100e6 / 7,
-        message_latency_s=1e-5,
-        peak_flops_per_s=2e9,
-        element_bytes=4,
-    )
     moved, faster = 0, 0
     for seed in range(4):
         lengths = [14000, 11000, *long_tailed(seed, 120, cap=4000, log_mean=5.5)]
         plans = [
-            plan_step(lengths, cluster=cluster, model=WIDE_MODEL, strategy=s, max_tokens_per_rank=2560)
+            plan_step(lengths, cluster=MANY_NODES, model=WIDE_MODEL, strategy=s, max_tokens_per_rank=2560)
             for s in ("repack", "repack+parents")
         ]
-        seconds = [predict(plan, cluster, WIDE_MODEL).seconds for plan in plans]
+        seconds = [predict(plan, MANY_NODES, WIDE_MODEL).seconds for plan in plans]
         moved += plans[1].notes["moved"]
         faster += seconds[1] < seconds[0]
         assert seconds[1] <= seconds[0]
         assert plans[1].notes["moved"] > 0 or seconds[1] == seconds[0]
     assert moved > 0
     assert faster > 0
+
+
+def test_the_parent_solver_learns_what_children_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples moved after a prediction with children make some steps faster, and none slower."""
+    steps = [[9000, 7000, *long_tailed(seed, 120, cap=4000, log_mean=5.5)] for seed in range(3)]
+    seconds: dict[int, list[float]] = {0: [], 2: []}
+    for times, found in seconds.items():
+        monkeypatch.setattr("layerwise.planners.parents.NUM_SETTLED", times)
+        for lengths in steps:
+            plan = plan_step(
+                lengths, cluster=MANY_NODES, model=WIDE_MODEL, strategy="repack+parents", max_tokens_per_rank=2560
+            )
+            found.append(predict(plan, MANY_NODES, WIDE_MODEL).seconds)
+    assert all(settled <= before for before, settled in zip(seconds[0], seconds[2], strict=True))
+    assert sum(seconds[2]) < 0.995 * sum(seconds[0])
 
 
 @pytest.mark.parametrize(

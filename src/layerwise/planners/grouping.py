@@ -89,7 +89,7 @@ def group_samples(
     Only the most promising partitions are packed, all of them if `thorough` and not too many samples, and fewer still
     refined.
     """
-    tasks = _tasks(problem, samples, candidates, class_of)
+    tasks = make_tasks(problem, samples, candidates, class_of)
     count, lengths = len(samples), problem.lengths[samples]
     extra_s = exposed_s(problem.cost, lengths)
     scores = _scores(tasks, extra_s)
@@ -135,7 +135,7 @@ def _is_enough(num_packed: int, num_samples: int, thorough: bool, is_good: bool,
     return not thorough and (is_hopeless or (is_good and num_packed >= NUM_PACKED))
 
 
-def _tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf) -> list[Task]:
+def make_tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition], class_of: ClassOf) -> list[Task]:
     """What is packed into each partition; classes are the sizes of groups in any of them, ascending."""
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
@@ -147,7 +147,7 @@ def _tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition],
     packings = [
         Packing(
             loads=loads.loads,
-            base=base,
+            base=base[:, bin_class],
             bin_class=bin_class,
             tokens=lengths,
             capacity_tokens=capacity[bin_class],
@@ -161,7 +161,7 @@ def _tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partition],
 
 def seconds_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> float:
     """The estimate of the same groups with other loads."""
-    (task,) = _tasks(problem, found.samples, [found.partition], class_of)
+    (task,) = make_tasks(problem, found.samples, [found.partition], class_of)
     return task.seconds(found.bin_of)
 
 
@@ -182,16 +182,16 @@ def _scores(tasks: list[Task], extra_s: float) -> Floats:
     """
     task = tasks[0]
     packing, longest = task.packing, int(task.packing.tokens.argmax())
-    base, fluid = packing.base.sum(axis=0), packing.loads.sum(axis=(0, 1))
+    fluid = packing.loads.sum(axis=(0, 1))
     exposed = exposed_loads(task.cost, task.compute_s[:, longest], task.tokens[longest])
-    alone = (packing.loads[:, longest] + exposed).sum(axis=0) + base
+    alone = (packing.loads[:, longest] + exposed).sum(axis=0)
     if packing.allowed is not None:
         alone = np.where(packing.allowed[longest], alone, np.inf)
     scores = []
     for task in tasks:
-        count = np.bincount(task.packing.bin_class, minlength=len(base))
-        level = (1 + (count * base / fluid).sum()) / (count / fluid).sum()
-        scores.append(max(level + extra_s, float(alone[count > 0].min())))
+        base, kinds = task.packing.base.sum(axis=0), task.packing.bin_class
+        level = (1 + (base / fluid[kinds]).sum()) / (1 / fluid[kinds]).sum()
+        scores.append(max(level + extra_s, float((alone[kinds] + base).min())))
     return np.array(scores)
 
 

@@ -16,9 +16,10 @@ from layerwise.plan import Ints
 
 Floats = NDArray[np.float64]
 
-# The refinement minimises a p-norm over bins instead of the maximum: it falls smoothly where several bins
-# tie.
-NORM_DOUBLINGS = 4  # p = 2**4
+# The refinement minimises a p-norm over bins instead of the maximum, p = 2**4: it falls smoothly where several bins
+# tie. But where one dimension falls and another rises it may be stuck: hence once more with p = 2**7, nearly the
+# maximum.
+NORM_DOUBLINGS = (4, 7)
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
 MIN_GAIN = 3e-4
@@ -33,7 +34,7 @@ class Packing:
     """Items and bins; bins of one class are alike.
 
     loads: float64 [dims, items, classes], what an item adds to a bin of the class.
-    base: float64 [dims, classes], the load of an empty bin.
+    base: float64 [dims, bins], the load of an empty bin.
     bin_class: int64 [bins].
     tokens: int64 [items]; capacity_tokens: int64 [bins].
     allowed: bool [items, classes], or None where any item may go anywhere.
@@ -51,10 +52,7 @@ class Packing:
         items = np.arange(len(bin_of))
         added = self.loads[:, items, self.bin_class[bin_of]]
         num_bins = len(self.bin_class)
-        return (
-            np.stack([np.bincount(bin_of, weights=row, minlength=num_bins) for row in added])
-            + self.base[:, self.bin_class]
-        )
+        return np.stack([np.bincount(bin_of, weights=row, minlength=num_bins) for row in added]) + self.base
 
     def makespan(self, bin_of: Ints) -> float:
         """The sum over dimensions of the highest bin."""
@@ -69,7 +67,7 @@ def pack_longest_first(packing: Packing) -> Ints | None:
     heights, base = packing.loads.sum(axis=0), packing.base.sum(axis=0)
     order = np.lexsort([np.arange(len(heights)), -packing.tokens, -heights.mean(axis=1)])
     smallest = heights.min(axis=1)
-    is_rock = smallest > ROCK_SHARE * (smallest.sum() + base[packing.bin_class].sum()) / len(packing.bin_class)
+    is_rock = smallest > ROCK_SHARE * (smallest.sum() + base.sum()) / len(packing.bin_class)
     if packing.allowed is not None:
         is_rock |= ~packing.allowed.all(axis=1)
     bins = _Bins(packing, heights, base)
@@ -97,13 +95,13 @@ class _Bins:
     """Bins being filled; the heaps hold (height, bin) of each class."""
 
     def __init__(self, packing: Packing, heights: Floats, base: Floats) -> None:
-        self.packing, self.num_classes = packing, len(base)
+        self.packing, self.num_classes = packing, heights.shape[1]
         self.rises = heights.ravel().tolist()  # of item i in a bin of class k: [i * num_classes + k]
         self.bin_of = np.full(len(heights), -1, dtype=np.int64)
         self.free = packing.capacity_tokens.tolist()
-        self.heaps: list[list[tuple[float, int]]] = [[] for _ in base]
-        for index, kind in enumerate(packing.bin_class.tolist()):
-            self.heaps[kind].append((float(base[kind]), index))
+        self.heaps: list[list[tuple[float, int]]] = [[] for _ in range(self.num_classes)]
+        for index, (kind, height) in enumerate(zip(packing.bin_class.tolist(), base.tolist(), strict=True)):
+            self.heaps[kind].append((height, index))
         for heap in self.heaps:
             heapq.heapify(heap)
 
@@ -159,9 +157,15 @@ class _Bins:
 
 def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
     """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
+    for norm_doublings in NORM_DOUBLINGS:
+        bin_of = _descend(packing, bin_of, norm_doublings, max_steps)
+    return bin_of
+
+
+def _descend(packing: Packing, bin_of: Ints, norm_doublings: int, max_steps: int) -> Ints:
     best, num_vain = bin_of, 0
     bin_of = bin_of.copy()
-    round_ = _Round(packing, bin_of)
+    round_ = _Round(packing, bin_of, norm_doublings)
     best_s = round_.makespan_s
     for _ in range(max_steps):
         gain, item, partner, target = max(round_.best_change(hot) for hot in round_.highest_bins())
@@ -170,7 +174,7 @@ def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
         if partner >= 0:
             bin_of[partner] = bin_of[item]
         bin_of[item] = target
-        round_ = _Round(packing, bin_of)
+        round_ = _Round(packing, bin_of, norm_doublings)
         num_vain += 1
         if round_.makespan_s < best_s:
             best, best_s, num_vain = bin_of.copy(), round_.makespan_s, 0
@@ -180,19 +184,19 @@ def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
 class _Round:
     """Items in bins, and what all changes of one round share.
 
-    loads: float64 [dims, bins]. powers: of the loads over the highest of their dimension. slope: float64 [dims], how
-    fast the p-norm of a dimension grows with its sum of powers. order: bins, the lowest first.
+    loads: float64 [dims, bins]. powers: of the loads over the highest of their dimension; total: their sum. norm_s: the
+    p-norms of all dimensions. order: bins, the lowest first.
     """
 
-    def __init__(self, packing: Packing, bin_of: Ints) -> None:
-        self.packing, self.bin_of = packing, bin_of
+    def __init__(self, packing: Packing, bin_of: Ints, norm_doublings: int) -> None:
+        self.packing, self.bin_of, self.doublings = packing, bin_of, norm_doublings
         self.loads = packing.bin_loads(bin_of)
         self.height = self.loads.max(axis=1)
         self.makespan_s = float(self.height.sum())
         self.scale = np.where(self.height > 0, self.height, 1.0)
-        self.powers = _power(self.loads / self.scale[:, None])
-        total = np.maximum(self.powers.sum(axis=1), 1.0)  # the highest bin alone is 1, unless all are empty
-        self.slope = self.height * total ** (1 / (1 << NORM_DOUBLINGS) - 1) / (1 << NORM_DOUBLINGS)
+        self.powers = _power(self.loads / self.scale[:, None], self.doublings)
+        self.total = self.powers.sum(axis=1)
+        self.norm_s = float((self.scale * _root(self.total, self.doublings)).sum())
         self.order = np.argsort(self.loads.sum(axis=0), kind="stable")
         used = np.bincount(bin_of, weights=packing.tokens, minlength=len(packing.bin_class)).astype(np.int64)
         self.free = packing.capacity_tokens - used
@@ -215,15 +219,15 @@ class _Round:
         new_hot = (self.loads[:, [hot]] - packing.loads[:, items, hot_class])[:, :, None] + arriving[:, None, :]
         new_target = (self.loads[:, targets] - leaving)[:, None, :] + packing.loads[:, items][:, :, target_class]
 
-        # First order in the p-norms: each dimension's sum of powers times the slope of its root.
         scale = self.scale[:, None, None]
-        change = _power(new_hot / scale)
-        change += _power(new_target / scale)
-        change -= (self.powers[:, [hot]] + self.powers[:, targets])[:, None, :]
-        change_s = (self.slope @ change.reshape(len(change), -1)).reshape(change.shape[1:])
-        change_s[~self._fits(items, partners, targets, hot)] = np.inf
-        row, column = np.unravel_index(int(change_s.argmin()), change_s.shape)
-        gain = -float(change_s[row, column]) / self.makespan_s
+        powers = _power(new_hot / scale, self.doublings)
+        powers += _power(new_target / scale, self.doublings)
+        # Rounding may leave less than nothing where both bins are nearly empty.
+        powers += np.maximum(self.total[:, None] - self.powers[:, [hot]] - self.powers[:, targets], 0)[:, None, :]
+        norm_s = np.tensordot(self.scale, _root(powers, self.doublings), axes=1)
+        norm_s[~self._fits(items, partners, targets, hot)] = np.inf
+        row, column = np.unravel_index(int(norm_s.argmin()), norm_s.shape)
+        gain = (self.norm_s - float(norm_s[row, column])) / self.makespan_s
         return gain, int(items[row]), int(partners[column]), int(targets[column])
 
     def _partners(self, hot: int) -> tuple[Ints, Ints]:
@@ -250,10 +254,17 @@ def _every_kth(items: Ints) -> Ints:
     return items[:: -(-len(items) // MAX_PARTNERS) or 1]
 
 
-def _power(x: Floats) -> Floats:
+def _power(x: Floats, doublings: int) -> Floats:
     x = x * x
-    for _ in range(NORM_DOUBLINGS - 1):
+    for _ in range(doublings - 1):
         x *= x
+    return x
+
+
+def _root(x: Floats, doublings: int) -> Floats:
+    x = np.sqrt(x)
+    for _ in range(doublings - 1):
+        np.sqrt(x, out=x)
     return x
 
 
@@ -272,7 +283,7 @@ def split_parts(
         return pack_longest_first(
             Packing(
                 loads=loads,
-                base=np.zeros((2, 1)),
+                base=np.zeros((2, num_parts)),
                 bin_class=np.zeros(num_parts, dtype=np.int64),
                 tokens=tokens,
                 capacity_tokens=np.full(num_parts, capacity_tokens),

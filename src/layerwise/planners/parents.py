@@ -2,19 +2,24 @@
 
 `dynamic` balanced its groups for layers that all pay the wide exchange. Once sparse layers stay inside nodes, other
 samples should share a group, and other groups may be better. The parent solver groups the samples of a micro-batch
-again with the loads that hold after repacking, and keeps the result only where the exact prediction drops.
+again with the loads that hold after repacking, moves samples once more after what their children were predicted to take
+beyond those, and keeps a result only where the exact prediction drops.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from layerwise.cost import Floats
 from layerwise.plan import Parent
 from layerwise.planners.dynamic import Division, group_step
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import group_samples
+from layerwise.planners.grouping import Grouping, group_samples, make_tasks
 from layerwise.planners.layout import place
-from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
+from layerwise.planners.packing import refine
+from layerwise.planners.partitions import Partition, partitions, tile_cluster, widths_allowed
 from layerwise.planners.problem import MANY_SAMPLES, StepProblem
 from layerwise.planners.repack import (
     Planned,
@@ -30,6 +35,9 @@ from layerwise.planners.repack import (
     wants_wide,
     with_wide,
 )
+
+# How often members are moved after what children were predicted to take.
+NUM_SETTLED = 2
 
 
 def plan_repack_parents(problem: StepProblem, options: RepackOptions) -> Planned:
@@ -66,7 +74,40 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
     found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=few), options)
     for grouping in found[: num_others(problem)]:
         best = try_grouping(problem, best, grouping, grouping.estimate_s, options)
+    return _settle(problem, best, options) if few and best.num_repacked else best
+
+
+def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Repacked:
+    """The same groups with other members, after what children were predicted to take beyond the estimate.
+
+    Children are whole samples on few ranks, so not level, and some of them exchange.
+    """
+    parents = best.microbatch.parents
+    samples = np.concatenate([parent.samples for parent in parents]).astype(np.int64)
+    partition = Partition(*np.array([(parent.first_rank, parent.sp_degree) for parent in parents], dtype=np.int64).T)
+    (task,) = make_tasks(problem, samples, [partition], lambda degree: repacked_class(problem, degree, options))
+    bin_of = np.repeat(np.arange(len(parents)), [len(parent.samples) for parent in parents])
+    for _ in range(NUM_SETTLED):
+        beyond_s = _group_loads(problem, best) - task.packing.bin_loads(bin_of)
+        moved = refine(replace(task.packing, base=task.packing.base + beyond_s), bin_of)
+        if np.array_equal(moved, bin_of):
+            break
+        found = Grouping(task.seconds(moved), partition, samples, task, moved)
+        settled = try_grouping(problem, best, found, 0.0, options)
+        if settled is best:
+            break
+        best, bin_of = settled, moved
     return best
+
+
+def _group_loads(problem: StepProblem, result: Repacked) -> Floats:
+    """Predicted seconds of the slowest rank of each group, float64 [dims, groups]; dims as of `group_loads`."""
+    cost, microbatch = problem.cost, result.microbatch
+    rows = [layer.num_layers * result.times.times[layer.kind].total_s for layer in cost.layers]
+    rows.append(np.asarray(cost.head_token_s * microbatch.tokens_per_rank(problem.cluster.num_ranks)))
+    rank_s = np.stack(rows) if problem.cluster.sync == "layer" else np.sum(rows, axis=0, keepdims=True)
+    ranks = [slice(parent.first_rank, parent.first_rank + parent.sp_degree) for parent in microbatch.parents]
+    return np.stack([rank_s[:, own].max(axis=1) for own in ranks], axis=1)
 
 
 def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:
