@@ -51,6 +51,7 @@ def random_cluster(rng: np.random.Generator, num_ranks: int) -> ClusterSpec:
         overlap=float(rng.choice([0.0, 0.5, 1.0])),
         recompute=bool(rng.integers(2)),
         sync=("layer", "step")[int(rng.integers(2))],
+        overlap_parts=int(rng.integers(1, 4)),
     )
 
 
@@ -160,6 +161,20 @@ def test_seconds_are_reached_by_level_ranks(sync: str) -> None:
     assert bound_step(lengths, cost, 50).seconds == pytest.approx(by_hand)
     assert cost.predict(plan).seconds == pytest.approx(by_hand)
     assert by_hand > 10 * cost.ideal_s(lengths)
+
+
+def test_bytes_between_nodes_take_no_time_where_attention_may_hide_them() -> None:
+    """32 heads on two nodes, one in each of 16 parts of a rank: all but one part in 16 of the rows are hidden."""
+    model = make_model(32, 32, layer_types=("full_attention",), sliding_window=None)
+    seconds = []
+    for num_parts in (1, 16):
+        cluster = ClusterSpec(num_nodes=2, ranks_per_node=1, peak_flops_per_s=1e12, overlap_parts=num_parts)
+        plan = plan_step([8000], cluster=cluster, model=model, strategy="static", max_tokens_per_rank=4000, sp_degree=2)
+        cost = CostModel(cluster=cluster, model=model)
+        assert_bounded(cost, plan)
+        seconds.append((bound_step(plan.lengths, cost, 4000).seconds, cost.predict(plan).seconds))
+    (bound_s, _), (bound_in_parts_s, in_parts_s) = seconds
+    assert bound_in_parts_s < in_parts_s < bound_s
 
 
 def test_the_best_entry_of_a_table_counts() -> None:

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from layerwise.commands.simulate import simulate as simulate_command
 from layerwise.cost import CostModel, LayerTimes
 from layerwise.errors import SpecError
 from layerwise.exchange import Count
+from layerwise.labels import format_seconds
 from layerwise.plan import MicrobatchPlan, StepPlan
 from layerwise.planners import STRATEGIES, plan_step
 from layerwise.simulate import Simulation, simulate
 from layerwise.simulate.drawing import draw_timelines
 from layerwise.simulate.page import build_page
 from layerwise.simulate.series import timeline_window
+from layerwise.simulate.table import render
 from layerwise.simulate.timeline import LM_HEAD, MOVES, PHASES, STEP_END, build_timeline
 from layerwise.spec import ClusterSpec, ModelSpec
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, make_cluster, wide_plan
@@ -30,6 +33,7 @@ from tests.runtime.test_strategies import model_for, planner_for
 LENGTHS = [16000, 3000, *[300] * 20, *[40] * 30]
 TWICE = [*LENGTHS, 14000, *[300] * 30]
 LOADED = {"recompute": True, "sharded_params": True, "overlap": 0.0}
+IN_PARTS = {"recompute": True, "overlap_parts": 3}
 WAIT = PHASES.index("wait")
 
 
@@ -45,7 +49,7 @@ def simulated(strategy: str, lengths: list[int] = LENGTHS, **settings: Any) -> S
     return simulate(plan, changed(WIDE_CLUSTER, **settings), WIDE_MODEL)
 
 
-@pytest.mark.parametrize("settings", [{}, LOADED], ids=["plain", "loaded"])
+@pytest.mark.parametrize("settings", [{}, LOADED, IN_PARTS], ids=["plain", "loaded", "parts"])
 @pytest.mark.parametrize("sync", ["layer", "step"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_timeline_lasts_what_is_predicted(strategy: str, sync: str, settings: dict[str, Any]) -> None:
@@ -58,16 +62,23 @@ def test_the_timeline_lasts_what_is_predicted(strategy: str, sync: str, settings
 
 
 @pytest.mark.parametrize("sync", ["layer", "step"])
-def test_phases_add_up_to_the_layer_times(sync: str) -> None:
-    result = simulated("redistribute", sync=sync, **LOADED)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_phases_add_up_to_the_layer_times(num_parts: int, sync: str) -> None:
+    result = simulated("redistribute", sync=sync, overlap_parts=num_parts, **LOADED)
     times: dict[str, list[Any]] = {kind: [] for kind in WIDE_MODEL.kinds}
     for microbatch in result.plan.microbatches:
         for kind, of_layer in result.cost.layer_times(microbatch).items():
             times[kind].append(of_layer)
     fields = ["to_tiles_s", "attention_s", "from_tiles_s", "linear_s", "exposed_s"]
     for kind, parts in times.items():
-        expected = [WIDE_MODEL.num_layers_of(kind) * sum(getattr(part, field) for part in parts) for field in fields]
-        np.testing.assert_allclose(result.timeline.phase_s(kind)[:5], expected, rtol=1e-9, atol=1e-12)
+        expected = [sum(getattr(part, field) for part in parts) for field in fields]
+        hidden_s = sum(part.hidden_s.sum(axis=0) for part in parts)
+        expected[0], expected[2] = expected[0] - hidden_s[0], expected[2] - hidden_s[1]
+        expected_s = WIDE_MODEL.num_layers_of(kind) * np.array(expected)
+        np.testing.assert_allclose(result.timeline.phase_s(kind)[:5], expected_s, rtol=1e-9, atol=1e-12)
+        hidden_s = WIDE_MODEL.num_layers_of(kind) * hidden_s.sum(axis=0)
+        np.testing.assert_allclose(result.timeline.rank_hidden_s(kind), hidden_s, rtol=1e-9)
+        assert hidden_s.any() == (num_parts > 1)
         assert any(part.exposed_s.any() for part in parts)
 
 
@@ -134,6 +145,19 @@ def test_moves_take_as_long_backward_as_forward() -> None:
     np.testing.assert_allclose(forward, backward)
 
 
+def test_terminal_page_and_json_say_what_attention_hides(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, parts = simulated("dynamic"), simulated("dynamic", overlap_parts=2)
+    hidden_s = {kind: float(parts.timeline.rank_hidden_s(kind).mean()) for kind in WIDE_MODEL.kinds}
+    said = f"attention hides {format_seconds(hidden_s['full_attention'])} in full layers, "
+    for simulation in (whole, parts):
+        render(simulation, Console(width=200))
+        for text in (capsys.readouterr().out, build_page([simulation])):
+            assert (said in text) == ("attention hides" in text) == (simulation is parts)
+            assert ("hidden by attention" in text) == (simulation is parts and "<html" in text)
+    kinds = parts.to_dict()["kinds"]
+    assert {kind: kinds[kind]["rank_mean_hidden_s"] for kind in hidden_s} == hidden_s
+
+
 class TwoRanks(CostModel):
     """Rank 0 only exchanges, half of it forward; rank 1 only attends, 1 / 3.5 of it forward, and takes longer."""
 
@@ -144,6 +168,7 @@ class TwoRanks(CostModel):
             attention_s=np.array([0.0, 14.0]),
             to_tiles_s=np.array([10.0, 0.0]),
             from_tiles_s=zero,
+            hidden_s=np.zeros((2, 2, 2)),
             exposed_s=zero,
             slow_bytes=0,
         )

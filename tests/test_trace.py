@@ -32,10 +32,10 @@ def slices(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("recompute", "num_parts"), [(False, 1), (True, 1), (True, 3)])
 @pytest.mark.parametrize("strategy", ["dynamic", "redistribute"])
-def test_bytes_of_all_slices_are_those_of_the_step(strategy: str, recompute: bool) -> None:
-    simulation = simulated(strategy, recompute=recompute)
+def test_bytes_of_all_slices_are_those_of_the_step(strategy: str, recompute: bool, num_parts: int) -> None:
+    simulation = simulated(strategy, recompute=recompute, overlap_parts=num_parts)
     assert len(simulation.plan.microbatches) > 1
     sent: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     for event in slices(events_of({strategy: simulation})):
@@ -65,6 +65,19 @@ def test_slices_nest_and_fill_the_step() -> None:
             inside = [e for e in phases if site["ts"] - 1e-3 <= e["ts"] < site["ts"] + site["dur"] - 1e-3]
             assert {e["cat"] for e in inside} == {site["name"]}
     assert {site["args"]["microbatch"] for site in sites} == set(range(len(simulation.plan.microbatches)))
+
+
+def test_exchanges_say_what_attention_hides() -> None:
+    simulation = simulated("dynamic", overlap_parts=2)
+    hidden: dict[tuple[str, int], float] = defaultdict(float)
+    for event in slices(events_of({"a": simulation})):
+        if "hidden_us" in event.get("args", {}):
+            assert event["name"] in ("exchange_in", "exchange_out")
+            hidden[event["cat"], event["tid"]] += event["args"]["hidden_us"]
+    for kind in WIDE_MODEL.kinds:
+        found = [hidden[kind, rank] for rank in range(16)]
+        assert found == pytest.approx(1e6 * simulation.timeline.rank_hidden_s(kind), abs=0.1)
+        assert any(found)
 
 
 def test_tokens_are_those_of_the_place() -> None:

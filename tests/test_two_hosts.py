@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from benchmarks.two_hosts.links import Links, adjust
 from benchmarks.two_hosts.meeting import meeting_point, serve_meetings
 from benchmarks.two_hosts.pacing import attention_forward_s
 from benchmarks.two_hosts.picture import plot_results
-from benchmarks.two_hosts.records import Predicted, Results, Run, Settings
+from benchmarks.two_hosts.rank import predict
+from benchmarks.two_hosts.records import Predicted, Results, Run, Settings, Variant
 from benchmarks.two_hosts.shaping import HEADER_BYTES, Sent
 from benchmarks.two_hosts.step import Rank
 from benchmarks.two_hosts.table import render
@@ -72,12 +74,12 @@ def plan_of(strategy: str) -> StepPlan:
     ("strategy", "overlap_parts"), [("redistribute", 1), ("halo", 1), ("joint", 1), ("dynamic", 2)]
 )
 def test_ranks_send_what_is_predicted_and_get_back_what_they_sent(strategy: str, overlap_parts: int) -> None:
-    plan = plan_of(strategy)
+    plan = replace(plan_of(strategy), overlap_parts=overlap_parts)
 
     def on_rank(world: World) -> int:
         rank = Rank(world, COST, Alone())  # type: ignore[arg-type]
         rank.pacer.speed = float("inf")
-        rank.run(rank.prepare(plan, overlap_parts))
+        rank.run(rank.prepare(plan))
         if overlap_parts > 1:  # all 16 ranks are one block: four calls per layer and part
             assert len(rank.meter.calls) == 4 * MODEL.num_layers * overlap_parts
         return sum(count.slow_bytes for count in rank.meter.counts.values())
@@ -86,6 +88,18 @@ def test_ranks_send_what_is_predicted_and_get_back_what_they_sent(strategy: str,
     predicted = [prediction.moves, *prediction.kinds.values()]
     sent = LocalWorld(plan.num_ranks, RANKS_PER_HOST).run(on_rank)
     assert sent == np.sum([part.rank_slow_bytes for part in predicted], axis=0).tolist()
+
+
+def test_predictions_are_of_as_many_parts_as_the_variant_has() -> None:
+    plan = plan_of("dynamic")
+    plans = {(Variant("dynamic", n), 0): replace(plan, overlap_parts=n) for n in (1, 2)}
+    whole, parts = predict(plans, CLUSTER)
+    assert (whole.strategy, parts.strategy) == ("dynamic", "dynamic, 2 parts")
+    in_parts = CLUSTER.model_copy(update={"overlap_parts": 2})
+    assert (whole.step_s, parts.step_s) == tuple(
+        CostModel(cluster=c, model=MODEL).predict(plan).seconds for c in (CLUSTER, in_parts)
+    )
+    assert all(parts.exchange_s[kind] < seconds for kind, seconds in whole.exchange_s.items() if seconds)
 
 
 def test_a_row_that_does_not_come_back_is_an_error() -> None:
@@ -299,11 +313,11 @@ def test_bytes_of_the_interface_are_compared_without_headers_and_messages_own() 
     assert summarize(extra)["repack"].bytes_error_pct == pytest.approx(2.5)
 
 
-def test_a_step_with_overlap_may_be_shorter_than_predicted_but_not_longer() -> None:
+def test_a_step_with_overlap_takes_what_is_predicted_of_it_and_no_more_than_without() -> None:
     rows = {"dynamic": REACHED["dynamic"], "static": REACHED["dynamic"]}
     missed = ["dynamic, 2 parts: saves over none, %", "dynamic, 2 parts: step beyond predicted, %"]
-    for seconds, expected in ((5.0, []), (10.1, missed[:1]), (11.5, missed)):
-        results = results_of(rows | {"dynamic, 2 parts": (seconds, *REACHED["dynamic"][1:])}, overlap_parts=2)
+    for seconds, expected in ((9.0, []), (8.0, missed[1:]), (10.1, missed)):
+        results = results_of(rows | {"dynamic, 2 parts": (seconds, 9.1, *REACHED["dynamic"][2:])}, overlap_parts=2)
         assert [variant.name for variant in results.settings.variants] == ["dynamic", "dynamic, 2 parts", "static"]
         assert [check.name for check in check_figures(results) if not check.reached] == expected
 

@@ -162,10 +162,8 @@ def check_figures(results: Results) -> list[Check]:
             found = saving(measured, name, row.variant.strategy)
             least = -(found.high_pct - found.low_pct) / 2
             checks.append(Check(name=f"{name}: saves over none, %", measured=found.pct, at_least=least))
+    limits = {"at_least": -PREDICTION_PCT, "at_most": PREDICTION_PCT}
     for name, row in measured.items():
-        limits = {"at_least": -PREDICTION_PCT, "at_most": PREDICTION_PCT}
-        if row.variant.overlap_parts > 1:
-            limits.pop("at_least")  # the prediction knows no overlap
         checks.append(Check(name=f"{name}: step beyond predicted, %", measured=row.error_pct, **limits))
     for name, row in measured.items():
         if row.counted_bytes:

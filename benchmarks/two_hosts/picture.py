@@ -51,7 +51,7 @@ def _draw_steps(ax: Axes, measured: dict[str, Measured]) -> None:
         ax.plot([row.seconds.min(), row.seconds.max()], [y, y], color=INK, linewidth=1.2)
         ax.plot(row.predicted_s, y, "D", color=PAPER, markeredgecolor=INK, markersize=5)
         ax.annotate(f"{row.step_s:.2f} s", (0, y), (6, 0), textcoords="offset points", va="center", color=PAPER)
-    ax.plot([], [], "D", color=PAPER, markeredgecolor=INK, markersize=5, label="predicted, no overlap")
+    ax.plot([], [], "D", color=PAPER, markeredgecolor=INK, markersize=5, label="predicted")
     ax.plot([], [], color=INK, linewidth=1.2, label="fastest to slowest")
     ax.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2)
     ax.set_title("Seconds of a step", loc="left", fontsize=11, color=INK, fontweight="bold")

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from benchmarks.two_hosts.workload import (
     step_lengths,
     wanted_links,
 )
-from layerwise.cost import CostModel, StepPrediction
+from layerwise.cost import CostModel
 from layerwise.errors import LayerwiseError
 from layerwise.exchange import all_to_all
 from layerwise.files import write_whole
@@ -102,7 +102,7 @@ def run_bench(settings: Settings, world: World) -> Results | None:
 
 def measure_all(settings: Settings, rank: Rank, plans: dict[Key, StepPlan]) -> list[Run]:
     """Every step of every variant in every repetition, after one that is not measured; empty but on rank 0."""
-    prepared = {key: rank.prepare(plan, key[0].overlap_parts) for key, plan in plans.items()}
+    prepared = {key: rank.prepare(plan) for key, plan in plans.items()}
     runs: list[Run] = []
     for repetition in range(-1, settings.repetitions):
         keys = order(plans, repetition)
@@ -177,7 +177,11 @@ def make_plans(settings: Settings, world: World, cluster: ClusterSpec) -> dict[K
     dist.all_gather_object(made, mine)
     plans = {key: plan for part in made for key, plan in part.items()}
     steps = range(settings.num_steps)
-    return {(variant, step): plans[variant.strategy, step] for variant in settings.variants for step in steps}
+    return {
+        (variant, step): replace(plans[variant.strategy, step], overlap_parts=variant.overlap_parts)
+        for variant in settings.variants
+        for step in steps
+    }
 
 
 def order(plans: dict[Key, StepPlan], repetition: int) -> list[Key]:
@@ -236,12 +240,14 @@ def to_runs(keys: list[Key], repetition: int, measured: list[list[Measured]]) ->
 
 
 def predict(plans: dict[Key, StepPlan], cluster: ClusterSpec) -> list[Predicted]:
-    """The cost model's numbers of every plan on a cluster."""
-    cost = CostModel(cluster=cluster, model=MODEL)
-    return [_predict(key, cost.predict(plan), cost) for key, plan in plans.items()]
+    """The cost model's numbers of every plan on a cluster, in as many parts as the variant has."""
+    return [_predict(key, plan, cluster) for key, plan in plans.items()]
 
 
-def _predict(key: Key, prediction: StepPrediction, cost: CostModel) -> Predicted:
+def _predict(key: Key, plan: StepPlan, cluster: ClusterSpec) -> Predicted:
+    used = cluster.model_copy(update={"overlap_parts": plan.overlap_parts})
+    cost = CostModel(cluster=used, model=MODEL)
+    prediction = cost.predict(plan)
     exchange_s = {
         layer.kind: layer.num_layers * sum(float(m.times[layer.kind].exchange_s.max()) for m in prediction.microbatches)
         for layer in cost.layers

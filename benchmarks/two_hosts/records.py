@@ -63,7 +63,7 @@ class Settings(Record):
 
 
 class Predicted(Record):
-    """What the cost model says of one plan, without overlap. exchange_s: as in Run, of the slowest rank."""
+    """What the cost model says of one variant's plan. exchange_s: as in Run, of the slowest rank."""
 
     strategy: str
     step: int

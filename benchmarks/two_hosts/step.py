@@ -46,20 +46,18 @@ class Rank:
         self.pacer.free_at(at_s)
         return at_s
 
-    def prepare(self, plan: StepPlan, overlap_parts: int = 1) -> list[PacedMicrobatch]:
+    def prepare(self, plan: StepPlan) -> list[PacedMicrobatch]:
         """Agree on the plan, and build its routes and inputs: everything that a trainer does ahead of the step."""
         agree(plan, self.world, num_valid_tokens=0)
-        return [self._prepare(plan, index, overlap_parts) for index in range(len(plan.microbatches))]
+        return [self._prepare(plan, index) for index in range(len(plan.microbatches))]
 
-    def _prepare(self, plan: StepPlan, index: int, overlap_parts: int) -> PacedMicrobatch:
+    def _prepare(self, plan: StepPlan, index: int) -> PacedMicrobatch:
         rank, microbatch = self.world.rank, plan.microbatches[index]
         times = self.cost.layer_times(microbatch)
         num_tokens = int(microbatch.tokens_per_rank(plan.num_ranks)[rank])
         hidden, grad = torch.randn(2, num_tokens, self.cost.model.hidden_size)
         return PacedMicrobatch(
-            routes=build_routes(
-                plan, index, self.world, meter=self.meter, backend=self.kernel, overlap_parts=overlap_parts
-            ),
+            routes=build_routes(plan, index, self.world, meter=self.meter, backend=self.kernel),
             linear_s={kind: float(t.linear_s[rank]) / (1 + BACKWARD_LINEAR) for kind, t in times.items()},
             head_s=self.cost.head_token_s * num_tokens / (1 + BACKWARD_LINEAR),
             hidden=hidden.requires_grad_(),

@@ -18,8 +18,7 @@ def render(results: Results, console: Console) -> None:
         f"measured, compute is [bold]paced[/bold]: ranks wait for as long as the cost model says. Model "
         f"{'-'.join(kind[0].upper() for kind in MODEL.layer_types)} (F full, S sliding attention). "
         f"{settings.num_steps} step(s) of {results.tokens} tokens, longest sample {results.longest_tokens}; "
-        f"{settings.repetitions} repetitions, strategies in another order in each; medians. Predictions are without "
-        "overlap."
+        f"{settings.repetitions} repetitions, strategies in another order in each; medians."
     )
     console.print(f"Links of a rank, before: {results.links.describe()}.")
     console.print(f"Links of a rank, after: {results.links_after.describe()}.")

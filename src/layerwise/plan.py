@@ -169,7 +169,8 @@ class StepPlan:
     """A whole optimizer step.
 
     notes: counters that the strategy wants reported (fallbacks, moves). layer_types: the kind of every layer of the
-    model that it was made for; empty where the planner does not say.
+    model that it was made for; empty where the planner does not say. overlap_parts: each attention site runs in so many
+    parts, whose exchanges run while other parts' attention computes.
     """
 
     strategy: str
@@ -181,6 +182,7 @@ class StepPlan:
     microbatches: tuple[MicrobatchPlan, ...]
     notes: dict[str, int] = field(default_factory=dict)
     layer_types: tuple[str, ...] = ()
+    overlap_parts: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -189,6 +191,8 @@ class StepPlan:
 
     def validate(self) -> None:
         """Raise PlanError unless every token and every attention score is computed exactly once, within budget."""
+        if self.overlap_parts < 1:
+            raise PlanError(f"overlap_parts={self.overlap_parts} must be at least 1; 1 is no overlap")
         lengths = np.asarray(self.lengths, dtype=np.int64)
         seen = np.concatenate([m.samples for m in self.microbatches]) if self.microbatches else np.zeros(0, np.int64)
         if not np.array_equal(np.sort(seen), np.arange(len(lengths))):
@@ -218,7 +222,7 @@ class StepPlan:
 
     def digest(self) -> int:
         """A 63-bit hash of everything that ranks must agree on."""
-        size = (self.num_ranks, self.ranks_per_node, self.max_tokens_per_rank)
+        size = (self.num_ranks, self.ranks_per_node, self.max_tokens_per_rank, self.overlap_parts)
         head = (self.strategy, *size, self.lengths, self.layer_types)
         state = hashlib.blake2b(repr(head).encode(), digest_size=8)
         for kind, spec in sorted(self.attention.items()):
@@ -255,6 +259,7 @@ class StepPlan:
                 ],
                 "notes": self.notes,
                 "layer_types": self.layer_types,
+                "overlap_parts": self.overlap_parts,
             }
         )
 
@@ -267,8 +272,7 @@ class StepPlan:
                 raise PlanError("not a layerwise-plan-1 file")
             del data["shard_fields"], data["tile_fields"]
             data["lengths"] = tuple(data["lengths"])
-            # Files written before plans named their model's layers have none.
-            data["layer_types"] = tuple(data.get("layer_types", ()))
+            data["layer_types"] = tuple(data["layer_types"])
             data["attention"] = {kind: AttentionSpec(**spec) for kind, spec in data["attention"].items()}
             data["microbatches"] = tuple(_microbatch_from(m) for m in data["microbatches"])
             plan = cls(**data)
@@ -279,13 +283,13 @@ class StepPlan:
 
 
 def _microbatch_from(data: dict[str, Any]) -> MicrobatchPlan:
-    # Files written before kinds could have shards of their own have no shards_by_kind.
-    own = data.get("shards_by_kind", {})
     return MicrobatchPlan(
         shards=shard_table(np.array(data["shards"], dtype=np.int64)),
         tiles={kind: tile_table(np.array(rows, dtype=np.int64)) for kind, rows in data["tiles"].items()},
         parents=tuple(Parent(**{**p, "samples": tuple(p["samples"])}) for p in data["parents"]),
-        shards_by_kind={kind: shard_table(np.array(rows, dtype=np.int64)) for kind, rows in own.items()},
+        shards_by_kind={
+            kind: shard_table(np.array(rows, dtype=np.int64)) for kind, rows in data["shards_by_kind"].items()
+        },
     )
 
 

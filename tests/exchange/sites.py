@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ def run_rank(
     plain_comm = world.comm
     world.comm = lambda block: None if block is None else wrap(plain_comm(block))
     meter = Meter(plan.ranks_per_node)
-    routes = build_routes(plan, 0, world, meter=meter, overlap_parts=overlap_parts)
+    routes = build_routes(replace(plan, overlap_parts=overlap_parts), 0, world, meter=meter)
     sites = {}
     for kind, spec in plan.attention.items():
         make = torch.Generator().manual_seed(world.rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from layerwise import LocalWorld
-from layerwise.errors import SpecError
+from layerwise.errors import PlanError, PlanMismatchError
 from layerwise.groups import World
+from layerwise.parts import split_tiles
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
-from layerwise.route import split_tiles
-from layerwise.runtime import build_routes, routes
+from layerwise.runtime import agree, routes
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import exchange_blocks
 from layerwise.train.launch import launch
@@ -142,6 +142,15 @@ def test_what_split_tiles_makes() -> None:
 
 
 def test_fewer_than_one_part_is_refused() -> None:
-    plan = random_step(np.random.default_rng(0), [6], {}, 1, 1)
-    with pytest.raises(SpecError, match="overlap_parts=0 must be at least 1"):
-        LocalWorld(1, 1).run(lambda world: build_routes(plan, 0, world, overlap_parts=0))
+    plan = replace(random_step(np.random.default_rng(0), [6], {}, 1, 1), overlap_parts=0)
+    with pytest.raises(PlanError, match="overlap_parts=0 must be at least 1"):
+        plan.validate()
+
+
+def test_ranks_with_other_parts_do_not_agree() -> None:
+    """They would wait for all-to-alls that the others never begin."""
+    plan = random_step(np.random.default_rng(0), [6, 5], {}, 2, 1)
+    with pytest.raises(PlanMismatchError, match="the lengths of the samples or the settings"):
+        LocalWorld(2, 1).run(
+            lambda world: agree(replace(plan, overlap_parts=1 + world.rank), world, num_valid_tokens=11)
+        )

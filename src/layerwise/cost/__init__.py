@@ -2,6 +2,8 @@
 
 model       seconds and bytes of a plan, layer by layer
 prediction  what it says: of a layer, a micro-batch and a step
+layer       the seconds of one layer's work, whoever does it
+overlap     what attention hides of exchanges
 flops       FLOPs and parameters of a model
 bounds      what no plan of a step gets below
 memory      bytes that every rank holds at once
@@ -20,8 +22,9 @@ from layerwise.cost.flops import (
     model_flops,
     pair_flops,
 )
+from layerwise.cost.layer import LayerCost
 from layerwise.cost.memory import Memory, kept_elements_per_token, predict_memory, site_bytes
-from layerwise.cost.model import EXCHANGES, MOVE_PASSES, CostModel, LayerCost, Sent, predict
+from layerwise.cost.model import EXCHANGES, MOVE_PASSES, CostModel, Sent, predict
 from layerwise.cost.prediction import LayerTimes, MicrobatchPrediction, MicrobatchTimes, PassPrediction, StepPrediction
 
 __all__ = [

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.cost.flops import Floats, pair_flops
-from layerwise.cost.model import CostModel, LayerCost
+from layerwise.cost.layer import LayerCost
+from layerwise.cost.model import CostModel
 from layerwise.cost.prediction import StepPrediction
 from layerwise.plan import Ints
 from layerwise.spec import EfficiencyTable
@@ -59,11 +60,13 @@ def bound_step(lengths: Sequence[int] | Ints, cost: CostModel, max_tokens_per_ra
     for layer in cost.layers:
         seconds += layer.num_layers * _layer_s(layer, tokens, fewest)
     slow_bytes = sum(layer.num_layers * _slow_bytes(layer, cost, rows) for layer in cost.layers)
+    if cost.cluster.overlap_parts == 1:  # otherwise attention may hide them
+        seconds += slow_bytes / num_ranks / cost.cluster.slow_bytes_per_s
     return Bounds(
         tokens=-(-int(tokens.sum()) // num_ranks),
         attention_flops={layer.kind: _attention_flops(layer, tokens) / num_ranks for layer in cost.layers},
         slow_bytes=slow_bytes,
-        seconds=seconds + slow_bytes / num_ranks / cost.cluster.slow_bytes_per_s,
+        seconds=seconds,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +28,8 @@ from layerwise.cost.flops import (
     model_flops,
     pair_flops,
 )
+from layerwise.cost.layer import LayerCost
+from layerwise.cost.overlap import hidden_s
 from layerwise.cost.prediction import (
     KindPrediction,
     LayerTimes,
@@ -36,7 +38,8 @@ from layerwise.cost.prediction import (
     PassPrediction,
     StepPrediction,
 )
-from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
+from layerwise.parts import split_tiles
+from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table, Tile
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
 from layerwise.traffic import elements, exchange_blocks, match, merge_alike, move_blocks, move_tiles
 
@@ -50,37 +53,6 @@ GATHERS, GRADIENT_BYTES = 2, 4
 DISPATCHES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerCost:
-    """One layer of a kind, forward and backward.
-
-    token_s: seconds of linear work per token. pair_s: seconds per query-key pair of one head at the full peak.
-    params_s: seconds of its sharded parameters' traffic; dispatch_s: of expert dispatch, per token.
-    """
-
-    kind: LayerKind
-    num_layers: int
-    spec: AttentionSpec
-    cluster: ClusterSpec
-    token_s: float
-    pair_s: float
-    params_s: float
-    dispatch_s: float
-
-    def attention_s(self, pairs: Any, keys: Any, heads: Any) -> Floats:
-        """Seconds of `pairs` pairs for each of `heads` query heads over `keys` keys: arrays that broadcast."""
-        return np.asarray(pairs * heads * self.pair_s / self.cluster.efficiency(self.spec, keys, heads))
-
-    def sample_s(self, lengths: Ints, degree: int = 1) -> Floats:
-        """Seconds of whole samples' attention, summed over the `degree` ranks that share the heads evenly."""
-        pairs = self.spec.pairs(lengths * 0, lengths)
-        return degree * self.attention_s(pairs, lengths, self.spec.num_heads / degree)
-
-    def exposed_s(self, compute_s: Floats, tokens: Floats | Ints) -> Floats:
-        """Seconds of parameter and dispatch traffic that compute does not hide."""
-        return np.maximum(self.params_s + self.dispatch_s * tokens - self.cluster.overlap * compute_s, 0)
-
-
 class Sent(NamedTuple):
     """What crosses links in one exchange: `sent_bytes[i]` from rank `src[i]` to rank `dst[i]`, each pair once."""
 
@@ -89,13 +61,19 @@ class Sent(NamedTuple):
     sent_bytes: Floats
 
 
+class _Part(NamedTuple):
+    """A part of an attention site: seconds of all passes on each rank, and what its two exchanges send forward."""
+
+    attention_s: Floats
+    sent: tuple[Sent, Sent]
+
+
 class _LayerWork(NamedTuple):
-    """One layer on every rank; `attention_flops` forward of each rank, and what its two exchanges send forward."""
+    """One layer on every rank; `attention_flops` forward of each rank."""
 
     times: LayerTimes
     attention_flops: Floats
-    to_tiles: Sent
-    from_tiles: Sent
+    parts: list[_Part]
 
 
 class _Sum(NamedTuple):
@@ -310,30 +288,47 @@ class CostModel:
     def _layer_work(self, microbatch: MicrobatchPlan, layer: LayerCost) -> _LayerWork:
         num_ranks, tiles = self.cluster.num_ranks, microbatch.tiles[layer.kind]
         tokens = microbatch.tokens_per_rank(num_ranks, layer.kind)
-        q0, q1, k0, h0, h1, rank = (tiles.column(name) for name in ("q0", "q1", "k0", "h0", "h1", "rank"))
-        tile_s = layer.attention_s(layer.spec.pairs(q0, q1), q1 - k0, h1 - h0)
+        parts = self._parts(microbatch.shards_at(layer.kind), tiles, layer)
+        to_tiles_s, from_tiles_s = ([self.exchange_s(part.sent[way]) for part in parts] for way in (0, 1))
+        part_s = [part.attention_s for part in parts]
         linear_s: Floats = np.asarray(layer.token_s * tokens)
-        attention_s = _sum_by(rank, tile_s, num_ranks)
-        to_tiles, from_tiles = self._sent(microbatch, layer)
+        attention_s = _sum(part_s)
         return _LayerWork(
             times=LayerTimes(
                 linear_s=linear_s,
                 attention_s=attention_s,
-                to_tiles_s=self.passes * self.exchange_s(to_tiles),
-                from_tiles_s=self.passes * self.exchange_s(from_tiles),
+                to_tiles_s=self.passes * _sum(to_tiles_s),
+                from_tiles_s=self.passes * _sum(from_tiles_s),
+                hidden_s=hidden_s(to_tiles_s, part_s, from_tiles_s, self.forwards),
                 exposed_s=layer.exposed_s(linear_s + attention_s, tokens),
-                slow_bytes=self.passes * (self._slow_bytes(to_tiles) + self._slow_bytes(from_tiles)),
+                slow_bytes=self.passes * sum(self._slow_bytes(sent) for part in parts for sent in part.sent),
             ),
-            attention_flops=_sum_by(rank, attention_flops(tiles, layer.spec), num_ranks),
-            to_tiles=to_tiles,
-            from_tiles=from_tiles,
+            attention_flops=_sum_by(tiles.column("rank"), attention_flops(tiles, layer.spec), num_ranks),
+            parts=parts,
         )
 
-    def _sent(self, microbatch: MicrobatchPlan, layer: LayerCost) -> tuple[Sent, Sent]:
-        """What the two exchanges of one layer send forward."""
-        shards, tiles = merge_alike(microbatch.shards_at(layer.kind), microbatch.tiles[layer.kind])
+    def _parts(self, shards: Table[Shard], tiles: Table[Tile], layer: LayerCost) -> list[_Part]:
+        """The parts of one site of a layer, as the runtime cuts it."""
+        if self.cluster.overlap_parts == 1 or layer.spec.mixer:  # a mixer in one piece is not cut
+            return [self._part(shards, tiles, layer)]
+        sample = shards.column("sample")
+        parts = []
+        for part in split_tiles(tiles, layer.spec, self.cluster.overlap_parts):
+            has_tiles = np.zeros(int(sample.max(initial=-1)) + 1, dtype=bool)
+            has_tiles[part.column("sample")] = True
+            parts.append(self._part(shards.take(has_tiles[sample]), part, layer))
+        return parts
+
+    def _part(self, shards: Table[Shard], tiles: Table[Tile], layer: LayerCost) -> _Part:
+        q0, q1, k0, h0, h1, rank = (tiles.column(name) for name in ("q0", "q1", "k0", "h0", "h1", "rank"))
+        tile_s = layer.attention_s(layer.spec.pairs(q0, q1), q1 - k0, h1 - h0)
+        return _Part(_sum_by(rank, tile_s, self.cluster.num_ranks), self._sent(shards, tiles, layer.spec))
+
+    def _sent(self, shards: Table[Shard], tiles: Table[Tile], spec: AttentionSpec) -> tuple[Sent, Sent]:
+        """What the two exchanges of these tiles send forward: to the tiles, and back from them."""
+        shards, tiles = merge_alike(shards, tiles)
         transfers = match(shards, tiles)
-        moved_bytes = [moved * self.bytes_per_element for moved in elements(transfers, tiles, layer.spec)]
+        moved_bytes = [moved * self.bytes_per_element for moved in elements(transfers, tiles, spec)]
         there, back = self._merge(transfers.src, transfers.dst, moved_bytes)
         return there, Sent(back.dst, back.src, back.sent_bytes)
 
@@ -350,12 +345,13 @@ class CostModel:
     ) -> KindPrediction:
         calls = np.zeros(self.cluster.num_ranks, dtype=np.int64)
         for block in exchange_blocks(microbatch, layer.kind, len(calls), self.cluster.ranks_per_node):
-            calls[block.lo : block.hi] = EXCHANGES * self.passes * layer.num_layers
-        there, back = (self._sent_by_rank(sent, self.forwards) for sent in (work.to_tiles, work.from_tiles))
+            calls[block.lo : block.hi] = EXCHANGES * len(work.parts) * self.passes * layer.num_layers
+        by_rank = [self._sent_by_rank(sent, self.forwards) for part in work.parts for sent in part.sent]
+        fast_bytes, slow_bytes = (layer.num_layers * np.sum(links, axis=0) for links in zip(*by_rank, strict=True))
         return KindPrediction(
             seconds=seconds,
-            rank_fast_bytes=layer.num_layers * (there[0] + back[0]),
-            rank_slow_bytes=layer.num_layers * (there[1] + back[1]),
+            rank_fast_bytes=fast_bytes,
+            rank_slow_bytes=slow_bytes,
             calls=calls,
             attention_flops=work.attention_flops,
         )
@@ -395,6 +391,10 @@ class CostModel:
 def predict(plan: StepPlan, cluster: ClusterSpec, model: ModelSpec, element_bytes: int | None = None) -> StepPrediction:
     """The prediction of a whole step; `element_bytes` overrides the cluster's."""
     return CostModel(cluster=cluster, model=model, element_bytes=element_bytes).predict(plan)
+
+
+def _sum(arrays: Sequence[Floats]) -> Floats:
+    return np.asarray(reduce(np.add, arrays))
 
 
 def _sum_by(index: Ints, values: Ints | Floats, size: int) -> Floats:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from layerwise.cost.flops import Floats
 from layerwise.plan import Ints
 
@@ -12,14 +14,17 @@ from layerwise.plan import Ints
 class LayerTimes:
     """One layer on every rank, forward and backward together: seconds, float64 [num_ranks] each.
 
-    exposed_s is parameter and dispatch traffic that compute does not hide. slow_bytes: what all ranks together send
-    between nodes.
+    to_tiles_s, from_tiles_s: how long the two exchanges keep the rank's links busy. hidden_s: of that, what runs beside
+    attention of other parts (`ClusterSpec.overlap_parts`); float64 [2, 2, num_ranks] by pass (forward, backward) and
+    exchange (to tiles, from tiles), zeros for one part. exposed_s is parameter and dispatch traffic that compute does
+    not hide. slow_bytes: what all ranks together send between nodes.
     """
 
     linear_s: Floats
     attention_s: Floats
     to_tiles_s: Floats
     from_tiles_s: Floats
+    hidden_s: Floats
     exposed_s: Floats
     slow_bytes: int
 
@@ -30,8 +35,8 @@ class LayerTimes:
 
     @property
     def exchange_s(self) -> Floats:
-        """Both exchanges of the attention site."""
-        return self.to_tiles_s + self.from_tiles_s
+        """Both exchanges of the attention site, but for what attention hides of them."""
+        return np.asarray(self.to_tiles_s + self.from_tiles_s - self.hidden_s.sum(axis=(0, 1)))
 
     @property
     def total_s(self) -> Floats:

@@ -103,7 +103,7 @@ class PlannedLoader:
     steps: for a map-style dataset, an iterable of lists of dataset indices, one list per step (see StepSampler).
     tokens_per_step: for an iterable dataset, how many tokens make a step.
     vocab_size: tokens outside [0, vocab_size) raise DataError that names the sample.
-    prefetch: steps planned ahead. backend, device, overlap_parts: as of `layerwise.runtime.build_routes`.
+    prefetch: steps planned ahead. backend, device: as of `layerwise.runtime.build_routes`.
     planning_window_steps: for an iterable dataset, in how many consecutive steps samples change places (see
         layerwise.data.window); 1: none does. For a map-style one StepSampler does it.
     first_step: where to begin, for a run that goes on. Nothing of the steps before it is planned; of a map-style
@@ -120,7 +120,6 @@ class PlannedLoader:
     first_step: int = 0
     planning_window_steps: int = 1
     backend: str = "auto"
-    overlap_parts: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -151,7 +150,7 @@ class PlannedLoader:
 
     def _planned(self) -> Iterator[_PlannedStep]:
         steps = self._streamed_steps() if self.steps is None else self._chosen_steps(self.steps)
-        settings: dict[str, Any] = {"backend": self.backend, "device": self.device, "overlap_parts": self.overlap_parts}
+        settings: dict[str, Any] = {"backend": self.backend, "device": self.device}
         for index, samples in enumerate(steps, start=self.first_step):
             started = time.perf_counter()
             plan = self.planner(samples.lengths)

@@ -18,7 +18,8 @@ class Gap:
     """Seconds of all layers of a kind in a step; the four add up to what these layers take.
 
     ideal_s: the work spread evenly. imbalance_s: compute of the rank waited for, above that. exchange_s: its two
-    exchanges per layer. exposed_s: its parameter and dispatch traffic that compute does not hide.
+    exchanges per layer, but for what attention hides. exposed_s: its parameter and dispatch traffic that compute does
+    not hide.
     """
 
     ideal_s: float

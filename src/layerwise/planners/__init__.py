@@ -102,6 +102,7 @@ class Planner:
             microbatches=microbatches,
             notes=notes,
             layer_types=self.model.all_layer_types,
+            overlap_parts=self.cluster.overlap_parts,
         )
         plan.validate()
         return plan

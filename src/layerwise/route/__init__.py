@@ -2,11 +2,9 @@
 
 build  from a plan to the rows of one attention site, or of one move of hidden states
 runs   runs of tokens, joined and cut into the pieces that are copied
-parts  a site in parts, so that one travels while another computes
 """
 
 from layerwise.route.build import Move, Route, RowMap, Side, block_of, build_move, build_parts, build_route, listed_side
-from layerwise.route.parts import split_tiles
 from layerwise.route.runs import Cut, Runs, cut
 
 __all__ = [
@@ -22,5 +20,4 @@ __all__ = [
     "build_route",
     "cut",
     "listed_side",
-    "split_tiles",
 ]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from layerwise.kernels import Segments
 from layerwise.kernels.rows import Pieces
+from layerwise.parts import split_tiles
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
-from layerwise.route.parts import split_tiles
 from layerwise.route.runs import Cut, Runs, cut
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import MOVE_SPEC, Block, Transfers, match, move_tiles

@@ -116,13 +116,11 @@ def build_routes(
     meter: Meter | None = None,
     backend: str | Kernel = "auto",
     device: torch.device | None = None,
-    overlap_parts: int = 1,
 ) -> Routes:
     """The routes of this rank for micro-batch `index` of the plan. No collective: it may run ahead, on any thread.
 
-    overlap_parts: cut each attention site into so many parts, whose exchanges run while other parts' attention
-    computes. Each part has two all-to-alls of its own; their bytes are together what they are without parts.
-    Raises SpecError where plan and world differ, or for fewer than one part.
+    Each of the plan's `overlap_parts` has two all-to-alls of its own; their bytes are together what they are without
+    parts. Raises SpecError where plan and world differ.
     """
     if (plan.num_ranks, plan.ranks_per_node) != (world.num_ranks, world.ranks_per_node):
         raise SpecError(
@@ -135,8 +133,6 @@ def build_routes(
                 f"{kind}: plans may split linear mixers by heads, but there is no kernel yet that runs them; a "
                 "ModelSpec with linear_mixer runs each sample on one rank"
             )
-    if overlap_parts < 1:
-        raise SpecError(f"overlap_parts={overlap_parts} must be at least 1; 1 is no overlap")
     microbatch, size = plan.microbatches[index], (plan.num_ranks, plan.ranks_per_node)
     device = device or torch.device("cpu")
     places = microbatch.places
@@ -149,9 +145,9 @@ def build_routes(
         for kind, spec in plan.attention.items()
     }
     parts: dict[str, tuple[Route, ...]] = {kind: (route,) for kind, route in by_kind.items()}
-    if overlap_parts > 1:
+    if plan.overlap_parts > 1:
         for kind, spec in plan.attention.items():
-            cut = build_parts(microbatch, kind, spec, world.rank, blocks[kind], overlap_parts)
+            cut = build_parts(microbatch, kind, spec, world.rank, blocks[kind], plan.overlap_parts)
             parts[kind] = tuple(part.to(device) for part in cut)
     return Routes(
         world=world,

@@ -12,7 +12,7 @@ from layerwise.report.html import html_page, html_table
 from layerwise.report.plots import INK, MUTED, PAPER
 from layerwise.simulate.series import Window, merged_labels, timeline_window
 from layerwise.simulate.step import Simulation
-from layerwise.simulate.table import columns, headline, kind_cells, memory_line
+from layerwise.simulate.table import columns, headline, kind_cells, memory_line, overlap_line
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -111,8 +111,9 @@ def _styled(figure: Figure, height_px: int) -> Figure:
 def _table(simulation: Simulation) -> str:
     names = [name.replace("-\n", "").strip() for name in columns(simulation)]
     table = html_table(names, [kind_cells(simulation, kind) for kind in simulation.timeline.kinds])
-    notes = [memory_line(simulation), *([f"Warning: {warning}"] if (warning := simulation.memory_warning) else [])]
-    text = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in notes)
+    warning = simulation.memory_warning and f"Warning: {simulation.memory_warning}"
+    notes = [overlap_line(simulation), memory_line(simulation), warning]
+    text = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in notes if note)
     return f"<h2>{html.escape(headline(simulation))}</h2>{table}{text}"
 
 

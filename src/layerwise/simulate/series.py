@@ -85,7 +85,7 @@ def timeline_window(simulation: Simulation) -> Window:
             labels[name] = colour
             start_s, duration_s = float(events.start_s[row]), float(events.duration_s[row])
             columns.append((rank, list(labels).index(name), 1e3 * start_s, 1e3 * duration_s))
-            texts.append(_text(site, phase, duration_s))
+            texts.append(_text(site, phase, duration_s, float(events.hidden_s[row])))
     rank_column, label, start_ms, duration_ms = (np.array(column) for column in zip(*columns, strict=True))
     return Window(
         title=f"{plan.strategy}: a step takes {format_seconds(simulation.prediction.seconds)}",
@@ -131,7 +131,9 @@ def _tinted(colour: str, tint: float) -> str:
     return "#" + "".join(f"{round(part + abs(tint) * (target - part)):02x}" for part in parts)
 
 
-def _text(site: Site, phase: str, duration_s: float) -> str:
+def _text(site: Site, phase: str, duration_s: float, hidden_s: float) -> str:
     where = f"layer {site.layer}, " if site.layer >= 0 else ""
     direction = "backward" if site.backward else "forward"
-    return f"{kind_name(site.kind)}, {where}{direction}<br>{phase.replace('_', ' ')}: {format_seconds(duration_s)}"
+    hidden = f", and {format_seconds(hidden_s)} hidden by attention" if hidden_s else ""
+    took = f"{phase.replace('_', ' ')}: {format_seconds(duration_s)}{hidden}"
+    return f"{kind_name(site.kind)}, {where}{direction}<br>{took}"

@@ -62,6 +62,7 @@ class Simulation:
             "num_layers": self.cost.model.num_layers_of(kind),
             "rank_mean_s": {name: float(s.mean()) for name, s in phases.items()},
             "rank_max_s": {name: float(s.max()) for name, s in phases.items()},
+            "rank_mean_hidden_s": float(self.timeline.rank_hidden_s(kind).mean()),
         }
         sent = self.sent(kind)
         if sent is not None:

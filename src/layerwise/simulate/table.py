@@ -64,6 +64,16 @@ def kind_cells(simulation: Simulation, kind: str) -> list[str]:
     ]
 
 
+def overlap_line(simulation: Simulation) -> str | None:
+    """How much of exchanges attention hides, by layer kind; None where attention sites run in one part."""
+    num_parts = simulation.cost.cluster.overlap_parts
+    if num_parts == 1:
+        return None
+    hidden = {kind: simulation.timeline.rank_hidden_s(kind).mean() for kind in simulation.prediction.kinds}
+    parts = ", ".join(f"{format_seconds(float(mean_s))} in {kind_name(kind)}" for kind, mean_s in hidden.items())
+    return f"overlap in {num_parts} parts: of a rank's exchanges attention hides {parts}, in the mean"
+
+
 def memory_line(simulation: Simulation) -> str:
     """The highest peak of any rank, and what it is made of."""
     memory = simulation.memory
@@ -84,6 +94,8 @@ def render(simulation: Simulation, console: Console) -> None:
     for kind in simulation.timeline.kinds:
         table.add_row(*kind_cells(simulation, kind))
     console.print(table)
+    if line := overlap_line(simulation):
+        console.print(line, highlight=False)
     console.print(memory_line(simulation), highlight=False)
     if simulation.memory_warning:
         console.print(f"warning: {simulation.memory_warning}", style="bold red", highlight=False)

@@ -4,6 +4,10 @@ A step is a row of sites, the same for all micro-batches: every layer forward, t
 moves of hidden states where layers keep them in different places. At a site a rank runs phases one after another; all
 layers of a kind take equally long. Where ranks meet at every layer (`sync: layer`), a rank waits at the end of a site
 for the slowest one; otherwise only at the end of the step.
+
+Where attention sites run in parts (`overlap_parts`), a rank alternates between parts. Here each phase is one piece:
+forward, `exchange_in` is what attention waits for before the first part and between parts, and `exchange_out` what is
+left to wait for after the last; backward it is the other way round. What ran beside attention is told as hidden.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from layerwise.plan import HOME, Ints, MicrobatchPlan, StepPlan
 PHASES = ("exchange_in", "attention", "exchange_out", "linear", "exposed", "head", "move", "wait")
 _LAYER_PHASES = slice(0, 5)
 _HEAD, _MOVE, _WAIT = (PHASES.index(name) for name in ("head", "move", "wait"))
+_EXCHANGES = [PHASES.index(name) for name in ("exchange_in", "exchange_out")]
 _FORWARD_ORDER = tuple(range(len(PHASES)))
 _BACKWARD_ORDER = tuple(PHASES.index(p) for p in ("linear", "exchange_out", "attention", "exchange_in")) + tuple(
     range(4, len(PHASES))
@@ -44,7 +49,8 @@ class Site(NamedTuple):
 class Events(NamedTuple):
     """What one rank does, in time order: columns of one length, without phases that take no time.
 
-    microbatch, site (index into Timeline.sites) and phase (index into PHASES): int64. start_s, duration_s: float64.
+    microbatch, site (index into Timeline.sites) and phase (index into PHASES): int64. start_s, duration_s and hidden_s
+    (as of Timeline; where it is not 0, duration_s may be): float64.
     """
 
     microbatch: Ints
@@ -52,14 +58,20 @@ class Events(NamedTuple):
     phase: Ints
     start_s: Floats
     duration_s: Floats
+    hidden_s: Floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """Every phase of a step. `duration_s`: float64 [microbatches, sites, len(PHASES), ranks]."""
+    """Every phase of a step.
+
+    duration_s: float64 [microbatches, sites, len(PHASES), ranks]. hidden_s, of the same shape: what a phase takes
+    beside that, while the rank attends; 0 but for exchanges.
+    """
 
     sites: tuple[Site, ...]
     duration_s: Floats
+    hidden_s: Floats
 
     @cached_property
     def start_s(self) -> Floats:
@@ -96,20 +108,29 @@ class Timeline:
 
     def phase_s(self, kind: str) -> Floats:
         """Seconds of each rank in each phase of this kind's sites, float64 [len(PHASES), ranks]."""
-        of_kind = [index for index, site in enumerate(self.sites) if site.kind == kind]
-        return np.asarray(self.duration_s[:, of_kind].sum(axis=(0, 1)))
+        return np.asarray(self._of_kind(self.duration_s, kind).sum(axis=(0, 1)))
+
+    def rank_hidden_s(self, kind: str) -> Floats:
+        """Seconds of each rank's exchanges at this kind's sites that attention hides, float64 [ranks]."""
+        return np.asarray(self._of_kind(self.hidden_s, kind).sum(axis=(0, 1, 2)))
+
+    def _of_kind(self, seconds: Floats, kind: str) -> Floats:
+        return seconds[:, [index for index, site in enumerate(self.sites) if site.kind == kind]]
 
     def events(self, rank: int) -> Events:
         """What one rank does."""
         order = self._order[None]
-        duration, start = (np.take_along_axis(a[..., rank], order, axis=2) for a in (self.duration_s, self.start_s))
-        microbatch, site, position = np.nonzero(duration)
+        duration, start, hidden = (
+            np.take_along_axis(a[..., rank], order, axis=2) for a in (self.duration_s, self.start_s, self.hidden_s)
+        )
+        microbatch, site, position = np.nonzero(duration + hidden)
         return Events(
             microbatch=microbatch,
             site=site,
             phase=self._order[site, position],
             start_s=start[microbatch, site, position],
             duration_s=duration[microbatch, site, position],
+            hidden_s=hidden[microbatch, site, position],
         )
 
 
@@ -117,13 +138,18 @@ def build_timeline(plan: StepPlan, cost: CostModel) -> Timeline:
     """The timeline of a plan under a cost model; it takes as long as `cost.predict` says."""
     forward = _forward_sites(plan, cost)
     sites = [*forward, *(site._replace(backward=True) for site in reversed(forward))]
-    duration_s = np.stack([_microbatch_s(microbatch, cost, sites) for microbatch in plan.microbatches])
+    times = [cost.layer_times(microbatch) for microbatch in plan.microbatches]
+    duration_s = np.stack([_microbatch_s(*part, cost, sites) for part in zip(plan.microbatches, times, strict=True)])
     if cost.cluster.sync == "step":
         sites.append(Site(-1, STEP_END, True))
         rank_s = duration_s.sum(axis=(0, 1, 2))
         duration_s = np.pad(duration_s, ((0, 0), (0, 1), (0, 0), (0, 0)))
         duration_s[-1, -1, _WAIT] = rank_s.max() - rank_s
-    return Timeline(sites=tuple(sites), duration_s=duration_s)
+    hidden_s = np.zeros_like(duration_s)
+    for index, site in enumerate(sites):
+        if site.kind in cost.attention:
+            hidden_s[:, index, _EXCHANGES] = [part[site.kind].hidden_s[int(site.backward)] for part in times]
+    return Timeline(sites=tuple(sites), duration_s=duration_s, hidden_s=hidden_s)
 
 
 def _forward_sites(plan: StepPlan, cost: CostModel) -> list[Site]:
@@ -146,10 +172,12 @@ def moved_between(microbatch: MicrobatchPlan, cost: CostModel, layer: int) -> tu
     return None if source == target else (source, target)
 
 
-def _microbatch_s(microbatch: MicrobatchPlan, cost: CostModel, sites: list[Site]) -> Floats:
+def _microbatch_s(
+    microbatch: MicrobatchPlan, times: dict[str, LayerTimes], cost: CostModel, sites: list[Site]
+) -> Floats:
     """Seconds of one micro-batch, float64 [sites, len(PHASES), ranks]."""
     num_ranks = cost.cluster.num_ranks
-    passes = {kind: _layer_passes(times, cost) for kind, times in cost.layer_times(microbatch).items()}
+    passes = {kind: _layer_passes(of_layer, cost) for kind, of_layer in times.items()}
     head_s: Floats = np.asarray(cost.head_token_s * microbatch.tokens_per_rank(num_ranks))
     passes[LM_HEAD] = _even_passes(head_s, _HEAD, 1 / (1 + BACKWARD_LINEAR), cost)
     moves = {
@@ -185,20 +213,23 @@ def _layer_passes(times: LayerTimes, cost: CostModel) -> Floats:
     attention, linear = 1 / (cost.forwards + BACKWARD_ATTENTION), 1 / (cost.forwards + BACKWARD_LINEAR)
     # How much of the exposed traffic is forward depends on what hides it; it is split as exchanges are.
     forward = np.array([exchange, attention, exchange, linear, exchange])[:, None] * total
+    both = np.stack([forward, total - forward])
+    both[:, _EXCHANGES] -= times.hidden_s
+    both = np.maximum(both, 0)  # where all is hidden, rounding may go below
     passes = np.zeros((2, len(PHASES), total.shape[1]))
     if cost.cluster.sync == "layer":
-        forward, passes[:, _WAIT] = _fit(forward, total)
-    passes[0, _LAYER_PHASES] = forward
-    passes[1, _LAYER_PHASES] = total - forward
+        both, passes[:, _WAIT] = _fit(*both)
+    passes[:, _LAYER_PHASES] = both
     return passes
 
 
-def _fit(forward: Floats, total: Floats) -> tuple[Floats, Floats]:
-    """Forward seconds [phases, ranks] that fit beside the slowest rank's in both passes, and the waits [2, ranks].
+def _fit(forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    """Seconds of both passes, [2, phases, ranks], that fit beside those of the slowest rank, and the waits, [2, ranks].
 
     The cost model lets ranks wait for one another once for forward and backward together. The slowest rank sets how
     long each pass lasts; a rank whose own share would not fit into one of them does the rest in the other.
     """
+    total = forward + backward
     forward_s, total_s = forward.sum(axis=0), total.sum(axis=0)
     slowest = int(total_s.argmax())
     limit_s, site_s = forward_s[slowest], total_s[slowest]
@@ -206,4 +237,5 @@ def _fit(forward: Floats, total: Floats) -> tuple[Floats, Floats]:
     less = np.divide(fitted_s, forward_s, out=np.ones_like(total_s), where=fitted_s < forward_s)
     more = np.divide(fitted_s - forward_s, total_s - forward_s, out=np.zeros_like(total_s), where=fitted_s > forward_s)
     waits = np.stack([limit_s - fitted_s, site_s - limit_s - (total_s - fitted_s)])
-    return forward * less + (total - forward) * more, np.maximum(waits, 0)
+    fitted = forward * less + backward * more
+    return np.stack([fitted, total - fitted]), np.maximum(waits, 0)

@@ -1,7 +1,8 @@
 """The timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 One process per node and strategy, one thread per rank. Each site is a slice named after its layer kind, which is what
-Perfetto colours by, around one slice per phase. Times are microseconds, as the Trace Event Format asks for.
+Perfetto colours by, around one slice per phase. Times are microseconds, as the Trace Event Format asks for. An
+exchange that attention hides in part has the slice of what it does not hide, maybe of no length, and says the rest.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ def _phase_slice(
         key = moved_between(plan, simulation.cost, site.layer) if phase == "move" else site.kind
         fast, slow = sent[key][int(site.backward), _EXCHANGES.get(phase, 0), :, rank].tolist()
         event["args"] = {"fast_bytes": fast, "slow_bytes": slow}
+        if events.hidden_s[row]:
+            event["args"]["hidden_us"] = _microseconds(events.hidden_s[row])
     return event
 
 

@@ -74,7 +74,8 @@ class ClusterSpec(Record):
     for all kinds but full attention, by default its `attention_efficiency`. `expert_parallel_degree` aligned ranks
     share the experts of a layer, `sharded_params` spreads every parameter over the ranks that would hold a copy
     (ZeRO-3); up to `overlap` of a layer's compute time hides this traffic. `recompute` runs each layer's forward a
-    second time in backward.
+    second time in backward. `overlap_parts` cuts every attention site into so many parts, whose exchanges run beside
+    other parts' attention; 1: no overlap.
     """
 
     name: str = "cluster"
@@ -92,6 +93,7 @@ class ClusterSpec(Record):
     sharded_params: bool = False
     overlap: float = Field(default=1.0, ge=0, le=1)
     recompute: bool = False
+    overlap_parts: int = Field(default=1, ge=1, le=16)
     memory_bytes: float | None = Field(default=None, gt=0, description="of one rank's accelerator")
     sync: Literal["layer", "step"] = "layer"
 

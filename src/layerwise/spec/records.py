@@ -119,9 +119,10 @@ def _explain(cls: type[Record], fault: Any, source: str) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     text = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        return (
-            f"{source}: unknown option {where!r}; legal here: {', '.join(sorted(_fields_at(cls, fault['loc'][:-1])))}"
-        )
+        path, name = fault["loc"][:-1], fault["loc"][-1]
+        inner = [f"{field}.{name}" for field in _fields_at(cls, path) if name in _fields_at(cls, (*path, field))]
+        hint = f", but there is {' and '.join(repr(option) for option in inner)}" if inner else ""
+        return f"{source}: unknown option {where!r}{hint}; legal here: {', '.join(sorted(_fields_at(cls, path)))}"
     shown = "" if fault["type"] in ("missing", "value_error") else f" (got {fault['input']!r})"
     return f"{source}: {where + ': ' if where else ''}{text}{shown}"
 

@@ -89,7 +89,6 @@ class TrainConfig(Record):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str = "auto"
-    overlap_parts: int = Field(default=1, ge=1, description="of an attention site; one computes while others travel")
     activation_checkpointing: bool = False
     sharding: Literal["replicate", "fsdp", "hsdp"] = Field(
         default="replicate", description="fsdp: over all ranks; hsdp: within nodes, with a copy on each node"

@@ -131,7 +131,6 @@ def train(
         prefetch=config.prefetch_steps,
         first_step=first_step,
         backend=config.attention_backend,
-        overlap_parts=config.overlap_parts,
         device=device,
     )
     profiler = StepProfiler(profile, world, device, config.model.kinds) if profile else None
