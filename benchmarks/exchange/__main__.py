@@ -29,6 +29,7 @@ from benchmarks.exchange.measure import interleaved_s, peak_bytes, ratio
 from benchmarks.exchange.peers import make_peers
 from benchmarks.exchange.plans import ELEMENT_BYTES, MB, MODEL, TOKEN_BYTES, plan_of
 from benchmarks.exchange.step import StepExchange, bare_calls, make_step
+from benchmarks.options import at_least, count, each, strategies, target
 from benchmarks.two_hosts.hosts import check_tools, make_hosts
 from benchmarks.two_hosts.shaping import LOOPBACK, shape
 from layerwise.errors import UnsupportedError
@@ -40,19 +41,22 @@ from layerwise.train.launch import launch
 MAX_OVER_BARE = 1.15
 MAX_BUILD_MS = 5.0
 MEMORY_MEGABYTES = 4.0
+LEAST_MEGABYTES = 0.1  # fewer are less than a token of the shortest sample
 
 
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--megabytes", default="1,16,64", help="Q, K and V rows of a rank, sizes to try")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ranks", type=int, choices=range(2, 65, 2), default=4, metavar="RANKS", help="an even number")
     parser.add_argument(
-        "--link-megabytes-per-s", type=float, default=0.0, help="what the loopback carries; 0: what it can"
+        "--megabytes", type=each(at_least(LEAST_MEGABYTES)), default="1,16,64", help="Q, K and V rows of a rank to try"
     )
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--strategies", type=strategies, default=",".join(STRATEGIES))
+    parser.add_argument("--repeats", type=count, default=7)
+    parser.add_argument(
+        "--link-megabytes-per-s", type=at_least(0), default=0.0, help="what the loopback carries; 0: what it can"
+    )
+    parser.add_argument("--json", type=target, help="file for all figures")
     return parser.parse_args()
 
 
@@ -116,11 +120,10 @@ def build_figures(strategies: Sequence[str], repeats: int) -> Iterator[Figure]:
 
 def on_ranks(options: argparse.Namespace, out: Path, world: World, device: torch.device) -> None:
     """All figures that take several ranks; the first rank writes them down."""
-    strategies, sizes = options.strategies.split(","), [float(size) for size in options.megabytes.split(",")]
     figures = [
-        *memory_figures(world, strategies),
-        *speed_figures(world, strategies, sizes, options.repeats),
-        *peer_figures(world, sizes, options.repeats),
+        *memory_figures(world, options.strategies),
+        *speed_figures(world, options.strategies, options.megabytes, options.repeats),
+        *peer_figures(world, options.megabytes, options.repeats),
     ]
     if world.rank == 0:
         out.write_text(json.dumps([asdict(figure) for figure in figures]))
@@ -144,7 +147,7 @@ def main() -> int:
     options = arguments()
     if options.link_megabytes_per_s:
         return on_slow_loopback(options.link_megabytes_per_s)
-    figures = list(build_figures(options.strategies.split(","), options.repeats))
+    figures = list(build_figures(options.strategies, options.repeats))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         ranks = {"num_ranks": options.ranks, "ranks_per_node": options.ranks // 2}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from time import process_time
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.exchange.figures import Figure, report
 from benchmarks.exchange.measure import peak_bytes
+from benchmarks.options import count, target
 from layerwise.kernels import Segments, varlen_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
@@ -82,8 +82,8 @@ def interleaved_cpu_s(runs: Sequence[Callable[[], None]], repeats: int) -> list[
 def main() -> int:
     """Measure, print and judge."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange.kernels", description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--json", type=target, help="file for all figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures = []

@@ -15,27 +15,29 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from benchmarks.options import count, strategies
 from benchmarks.planning.steps import draw_samples, make_planner, resized, use_one_core
 from layerwise.evaluate.table import narrow_table
 from layerwise.planners import STRATEGIES
 
 MAX_TOKENS_PER_RANK = 16384  # two thirds of it are used on average
-WARM_UP, REPEATS = 1, 3
+WARM_UP = 1
 
 
 class Size(NamedTuple):
-    """A planning problem, and the most milliseconds that its median may take."""
+    """A planning problem, how often each step is planned, and the most milliseconds that its median may take."""
 
     num_ranks: int
     num_samples: int
+    repeats: int
     limit_ms: float
 
 
-SIZES = (Size(64, 500, 20.0), Size(1024, 10_000, 300.0))
+SIZES = (Size(64, 500, 9, 20.0), Size(1024, 10_000, 3, 300.0))
 
 
 def measure_ms(strategy: str, size: Size, num_steps: int) -> np.ndarray:
-    """CPU milliseconds of each step after the first, the least of `REPEATS` plannings, float64 [num_steps].
+    """CPU milliseconds of each step after the first, the least of `size.repeats` plannings, float64 [num_steps].
 
     Other programs may use the core meanwhile: CPU time leaves out their turns, the least what they do to caches.
     """
@@ -44,7 +46,7 @@ def measure_ms(strategy: str, size: Size, num_steps: int) -> np.ndarray:
     seconds = []
     for lengths in draw_samples(workload, num_steps + WARM_UP, size.num_samples):
         spent = []
-        for _ in range(REPEATS):
+        for _ in range(size.repeats):
             start = process_time()
             planner(lengths)
             spent.append(process_time() - start)
@@ -55,13 +57,13 @@ def measure_ms(strategy: str, size: Size, num_steps: int) -> np.ndarray:
 def main() -> int:
     """Print a row per strategy and size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--steps", type=count, default=15)
+    parser.add_argument("--strategies", type=strategies, default=",".join(STRATEGIES))
     options = parser.parse_args()
     use_one_core()
     rows, reached = [], True
     for size in SIZES:
-        for strategy in options.strategies.split(","):
+        for strategy in options.strategies:
             spent = measure_ms(strategy, size, options.steps)
             within = bool(np.median(spent) <= size.limit_ms)
             reached &= within

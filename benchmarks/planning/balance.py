@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from benchmarks.options import count, strategies
 from benchmarks.planning.steps import make_planner, resized
 from layerwise.evaluate.table import narrow_table
 from layerwise.evaluate.workload import Workload
@@ -74,10 +75,9 @@ def main() -> int:
     """Print a row per file and strategy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--strategies", default="dynamic," + list(STRATEGIES)[-1])
+    parser.add_argument("--steps", type=count, default=20)
+    parser.add_argument("--strategies", type=strategies, default="dynamic," + list(STRATEGIES)[-1])
     options = parser.parse_args()
-    strategies = options.strategies.split(",")
     base = resized(NUM_RANKS)
     rows, reached = [], True
     for path in options.files:
@@ -85,9 +85,9 @@ def main() -> int:
         budget = int(base.fill * NUM_RANKS * base.max_tokens_per_rank)
         workload = base.change(mixture={name: 1.0}, lengths={name: str(path)}, cap_tokens=budget)
         steps = workload.draw_steps(options.steps)
-        for strategy in strategies:
+        for strategy in options.strategies:
             balance = measure(workload, strategy, steps)
-            reached &= strategy != strategies[-1] or balance.reached
+            reached &= strategy != options.strategies[-1] or balance.reached
             rows.append([name, strategy, *cells(balance.free), *cells(balance.forbidden)])
     columns = ["file", "strategy", "free steps", "within 1%, %", "worst %", "other steps", "within 1%, %", "worst %"]
     Console().print(narrow_table(f"Fullest rank over its lower bound, {NUM_RANKS} ranks", columns, rows))

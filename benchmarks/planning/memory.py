@@ -17,6 +17,7 @@ from multiprocessing import get_context
 import numpy as np
 from rich.console import Console
 
+from benchmarks.options import count, strategies
 from benchmarks.planning.steps import make_planner, resized
 from layerwise.evaluate.table import narrow_table
 from layerwise.planners import STRATEGIES
@@ -42,11 +43,11 @@ def peaks_mib(strategy: str, num_steps: int) -> tuple[float, float]:
 def main() -> int:
     """Print a row per strategy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--steps", type=count, default=10_000)
+    parser.add_argument("--strategies", type=strategies, default=",".join(STRATEGIES))
     options = parser.parse_args()
     rows, reached = [], True
-    for strategy in options.strategies.split(","):
+    for strategy in options.strategies:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             early, late = pool.submit(peaks_mib, strategy, options.steps).result()
         flat = late - early <= LIMIT_MIB

@@ -12,11 +12,13 @@ import argparse
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
 
+from benchmarks.options import at_least, count, picture, strategies, target
 from benchmarks.two_hosts.cluster import run_ranks
 from benchmarks.two_hosts.figures import check_figures
 from benchmarks.two_hosts.hosts import check_tools, make_hosts
@@ -26,7 +28,7 @@ from benchmarks.two_hosts.records import Results, Settings
 from benchmarks.two_hosts.table import render
 from benchmarks.two_hosts.workload import LONG_TOKENS, RANKS_PER_HOST, STRATEGIES
 from layerwise.errors import LayerwiseError, RankFailedError
-from layerwise.files import check_target, whole_file, write_whole
+from layerwise.files import whole_file, write_whole
 
 START_S, STEP_S = 300.0, 40.0
 
@@ -35,13 +37,10 @@ def main() -> int:
     """Run the bench, print its tables and write its files; the exit status."""
     options = _parse()
     console = Console()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell ignores the first for what it runs in the background
+        signal.signal(number, signal.default_int_handler)
     start = perf_counter()
     try:
-        for path, option in ((options.json, "--json"), (options.png, "--png")):
-            if path is not None:
-                check_target(path, option)
         results = run(options)
     except LayerwiseError as error:
         console.print(f"two_hosts: {error}", style="red", markup=False)
@@ -68,7 +67,7 @@ def run(options: argparse.Namespace) -> Results:
             num_hosts=options.hosts,
             ratio=options.ratio,
             repetitions=options.repetitions,
-            strategies=tuple(options.strategies.split(",")),
+            strategies=tuple(options.strategies),
             num_steps=options.steps,
             overlap_parts=options.overlap_parts,
             folder=folder,
@@ -89,15 +88,20 @@ def run(options: argparse.Namespace) -> Results:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_hosts", description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, choices=tuple(LONG_TOKENS), default=2)
-    parser.add_argument("--ratio", type=float, default=7.0, help="rate inside a host over rate between hosts")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--ratio", type=at_least(1), default=7.0, help="rate inside a host over rate between hosts")
+    parser.add_argument("--repetitions", type=count, default=5)
     parser.add_argument("--steps", type=int, choices=range(1, len(LONG_TOKENS[2]) + 1), default=1)
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="figures need the ones they compare")
+    parser.add_argument(
+        "--strategies",
+        type=partial(strategies, known=STRATEGIES),
+        default=",".join(STRATEGIES),
+        help="figures need the ones they compare",
+    )
     parser.add_argument(
         "--overlap-parts", type=int, choices=range(1, 5), default=2, help="of further rows with overlap; 1: none"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything measured and predicted")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="a picture of the tables; needs matplotlib")
+    parser.add_argument("--json", type=target, metavar="FILE", help="everything measured and predicted")
+    parser.add_argument("--png", type=picture, metavar="FILE", help="a picture of the tables; needs matplotlib")
     return parser.parse_args()
 
 

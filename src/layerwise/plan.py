@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerwise.errors import PlanError
-from layerwise.spec import AttentionSpec
+from layerwise.spec import MAX_OVERLAP_PARTS, AttentionSpec
 
 Ints = NDArray[np.int64]
 
@@ -191,8 +191,10 @@ class StepPlan:
 
     def validate(self) -> None:
         """Raise PlanError unless every token and every attention score is computed exactly once, within budget."""
-        if self.overlap_parts < 1:
-            raise PlanError(f"overlap_parts={self.overlap_parts} must be at least 1; 1 is no overlap")
+        if self.overlap_parts not in range(1, MAX_OVERLAP_PARTS + 1):
+            raise PlanError(
+                f"overlap_parts={self.overlap_parts!r} must be a whole number, 1 (no overlap) to {MAX_OVERLAP_PARTS}"
+            )
         lengths = np.asarray(self.lengths, dtype=np.int64)
         seen = np.concatenate([m.samples for m in self.microbatches]) if self.microbatches else np.zeros(0, np.int64)
         if not np.array_equal(np.sort(seen), np.arange(len(lengths))):

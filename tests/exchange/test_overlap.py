@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -141,16 +142,18 @@ def test_what_split_tiles_makes() -> None:
     assert Counter(len(table) for table in split_tiles(tile_table(tiles[:2]), spec, 3)) == Counter({2: 2, 0: 1})
 
 
-def test_fewer_than_one_part_is_refused() -> None:
-    plan = replace(random_step(np.random.default_rng(0), [6], {}, 1, 1), overlap_parts=0)
-    with pytest.raises(PlanError, match="overlap_parts=0 must be at least 1"):
+@pytest.mark.parametrize("num_parts", [0, -1, 17, 1.5, "2", None])
+def test_no_number_of_parts_is_refused(num_parts: Any) -> None:
+    plan = replace(random_step(np.random.default_rng(0), [6], {}, 1, 1), overlap_parts=num_parts)
+    message = f"overlap_parts={num_parts!r} must be a whole number, 1 (no overlap) to 16"
+    with pytest.raises(PlanError, match=re.escape(message)):
         plan.validate()
 
 
 def test_ranks_with_other_parts_do_not_agree() -> None:
     """They would wait for all-to-alls that the others never begin."""
     plan = random_step(np.random.default_rng(0), [6, 5], {}, 2, 1)
-    with pytest.raises(PlanMismatchError, match="the lengths of the samples or the settings"):
+    with pytest.raises(PlanMismatchError, match=r"differ first in overlap_parts, [12] on rank [01]:"):
         LocalWorld(2, 1).run(
             lambda world: agree(replace(plan, overlap_parts=1 + world.rank), world, num_valid_tokens=11)
         )

@@ -233,7 +233,10 @@ def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int =
 
 def _first_difference(plan: StepPlan, world: World) -> str:
     """What part of the ranks' plans differs first. Every rank calls this."""
-    digests = {"the lengths of the samples or the settings": replace(plan, microbatches=()).digest()}
+    digests = {
+        f"overlap_parts, {plan.overlap_parts} on rank {world.rank}": plan.overlap_parts,
+        "the lengths of the samples or the settings": replace(plan, microbatches=()).digest(),
+    }
     for index, microbatch in enumerate(plan.microbatches):
         before, tiles = plan.microbatches[:index], dict(sorted(microbatch.tiles.items()))
         for count, part in enumerate(["the shards", *(f"the tiles of {kind} layers" for kind in tiles)]):

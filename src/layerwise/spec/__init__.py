@@ -9,7 +9,7 @@ Units stand in the names. Torch is never imported here, so `layerwise plan` star
 """
 
 from layerwise.spec.attention import CHUNKED, FULL, LINEAR, SLIDING, AttentionSpec, LayerKind, Mixer
-from layerwise.spec.cluster import ClusterSpec, EfficiencyTable, load_cluster
+from layerwise.spec.cluster import MAX_OVERLAP_PARTS, ClusterSpec, EfficiencyTable, load_cluster
 from layerwise.spec.model import ModelSpec, load_model
 from layerwise.spec.records import Record, preset_names, read_settings, read_yaml, record_from
 
@@ -17,6 +17,7 @@ __all__ = [
     "CHUNKED",
     "FULL",
     "LINEAR",
+    "MAX_OVERLAP_PARTS",
     "SLIDING",
     "AttentionSpec",
     "ClusterSpec",

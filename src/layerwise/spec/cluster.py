@@ -12,6 +12,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from layerwise.spec.attention import AttentionSpec
 from layerwise.spec.records import Rate, Record, divisors, read_settings, record_from
 
+# More parts are more messages: on no cluster tried did more than a few pay.
+MAX_OVERLAP_PARTS = 16
+
 Efficiency = Annotated[float, Field(ge=1e-9, le=1)]
 
 
@@ -93,7 +96,7 @@ class ClusterSpec(Record):
     sharded_params: bool = False
     overlap: float = Field(default=1.0, ge=0, le=1)
     recompute: bool = False
-    overlap_parts: int = Field(default=1, ge=1, le=16)
+    overlap_parts: int = Field(default=1, ge=1, le=MAX_OVERLAP_PARTS)
     memory_bytes: float | None = Field(default=None, gt=0, description="of one rank's accelerator")
     sync: Literal["layer", "step"] = "layer"
 
