@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -131,6 +132,7 @@ def on_ranks(options: argparse.Namespace, out: Path, world: World, device: torch
 
 def on_slow_loopback(megabytes_per_s: float) -> int:
     """This command again, in a network namespace whose loopback carries so much; its exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the namespace is removed then too
     try:
         check_tools()
         with make_hosts(1) as (host,):
@@ -140,6 +142,9 @@ def on_slow_loopback(megabytes_per_s: float) -> int:
     except UnsupportedError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the network namespace is removed", file=sys.stderr)
+        return 130
 
 
 def main() -> int:
