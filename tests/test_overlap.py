@@ -6,14 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from layerwise import LocalWorld, PlannedLoader, token_loss
 from layerwise.cost import CostModel, predict
 from layerwise.cost.overlap import hidden_s, pipeline_waits
 from layerwise.errors import SpecError
 from layerwise.exchange import Count
-from layerwise.groups import World
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.planners import STRATEGIES, Planner, plan_step
 from layerwise.planners.dynamic import group_step, least_s
@@ -23,7 +20,8 @@ from layerwise.spec import ClusterSpec, Mixer
 from layerwise.train.config import load_config
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, tiny_wide_planner, wide_plan
 from tests.random_plans import random_step
-from tests.runtime.test_strategies import LENGTHS, make_samples, model_for
+from tests.runtime.test_moves import metered_step
+from tests.runtime.test_strategies import LENGTHS, model_for
 from tests.test_cost import CLUSTER, LINEAR_FLOPS, MODEL, PAIR_FLOPS
 from tests.train.small import small_config, train_small, write_samples
 
@@ -147,27 +145,14 @@ def test_a_mixer_in_one_piece_is_not_cut() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("strategy", ["dynamic", "repack", "halo", "joint"])
 def test_every_rank_makes_the_calls_that_are_predicted(strategy: str, recompute: bool) -> None:
-    """And the loader takes the parts from its planner's cluster."""
+    """The plan takes the parts from its planner's cluster."""
     model, lengths = model_for((8, 2), activation_checkpointing=recompute), LENGTHS["one long"]
-    samples = make_samples(lengths, model.spec.vocab_size)
     planner = tiny_wide_planner(strategy, 4, model.spec, lengths)
     cluster = overlapped(planner.cluster.model_copy(update={"recompute": recompute}), 3)
-    planner = Planner(**{**vars(planner), "cluster": cluster})
-
-    def on_rank(world: World) -> tuple[StepPlan, dict[str, Count]]:
-        dataset = [sample.input_ids.numpy() for sample in samples]
-        (step,) = PlannedLoader(dataset=dataset, planner=planner, world=world, steps=[range(len(dataset))])
-        for microbatch in step.microbatches:
-            with microbatch.routes():
-                output = model(microbatch.input_ids, microbatch.position_ids)
-                loss = token_loss(output.logits, microbatch.shift_labels, step.num_valid_tokens)
-            torch.autograd.grad(loss, list(model.parameters()))
-        return step.plan, step.meter.counts
-
-    results = LocalWorld(4, 2).run(on_rank)
-    prediction = predict(results[0][0], cluster, model.spec, element_bytes=8)
+    plan, counted = metered_step(model, lengths, Planner(**{**vars(planner), "cluster": cluster}), 4)
+    prediction = predict(plan, cluster, model.spec, element_bytes=8)
     for kind, expected in prediction.kinds.items():
-        counts = [counted.get(kind, Count()) for _, counted in results]
+        counts = [of_rank.get(kind, Count()) for of_rank in counted]
         assert [count.calls for count in counts] == expected.calls.tolist()
         assert [count.fast_bytes for count in counts] == expected.rank_fast_bytes.tolist()
         assert [count.slow_bytes for count in counts] == expected.rank_slow_bytes.tolist()

@@ -12,16 +12,9 @@ from layerwise.planners.children import child_degrees, solve_children
 from layerwise.planners.layout import batched, shard_rows
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.repack import Repacked, RepackOptions, keep_if_faster, repack_microbatch
-from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, make_cluster, wide_plan
+from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, wide_plan
 
-MANY_NODES = make_cluster(
-    64,
-    fast_bytes_per_s=100e6,
-    slow_bytes_per_s=100e6 / 7,
-    message_latency_s=1e-5,
-    peak_flops_per_s=2e9,
-    element_bytes=4,
-)
+MANY_NODES = WIDE_CLUSTER.model_copy(update={"num_nodes": 8})
 LENGTHS = [13000, 2100, 1800, 1700, 900, 800, 750, 700, 600, 400, 350, 300, 120, 60, 20]
 
 

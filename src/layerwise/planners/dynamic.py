@@ -98,14 +98,13 @@ def least_s(problem: StepProblem, division: Division) -> float:
     """Seconds below which the prediction of the division's plan is not, but for rounding; 0 where that is not known.
 
     Estimates take shares and traffic as level. A group that is wider than a layer has heads cuts queries, and sends
-    fewer keys; and micro-batches do not add up where ranks wait for one another at the end of the step only. Nor do
-    estimates know what attention hides of exchanges.
+    fewer keys; and micro-batches do not add up where ranks wait for one another at the end of the step only.
     """
     widest = max(int(groupings[0].partition.size.max()) for groupings in division)
     cuts_queries = any(widest > spec.num_heads for spec in problem.cost.attention.values())
     adds_up = len(division) == 1 or problem.cluster.sync == "layer"
-    overlaps = problem.cluster.overlap_parts > 1
-    return _estimate_s(division) if adds_up and not cuts_queries and not overlaps else 0.0
+    is_bound = problem.estimates_are_bounds and adds_up and not cuts_queries
+    return _estimate_s(division) if is_bound else 0.0
 
 
 def _splits(problem: StepProblem, num_microbatches: int) -> Iterator[list[Ints]]:

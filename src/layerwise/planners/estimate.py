@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from layerwise.cost import EXCHANGES, CostModel, Floats, LayerCost
 from layerwise.plan import Ints
 from layerwise.planners.layout import head_shares
-from layerwise.spec import FULL, AttentionSpec
+from layerwise.spec import FULL
 
 
 class GroupClass(NamedTuple):
@@ -129,7 +129,7 @@ def _share_s(layer: LayerCost, lengths: Ints, degree: int) -> Floats:
 
 def _cheaper_exchange_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> Floats:
     by_heads_s = _exchange_s(cost, layer, lengths, degree)
-    return np.minimum(by_heads_s, sum(_halo_s(cost, layer, lengths, degree))) if layer.spec.is_local else by_heads_s
+    return np.minimum(by_heads_s, _halo(cost, layer, lengths, degree).alone_s) if layer.spec.is_local else by_heads_s
 
 
 def prefers_halo(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> NDArray[np.bool_]:
@@ -139,23 +139,29 @@ def prefers_halo(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) 
     """
     if not layer.spec.is_local or degree == 1:
         return np.zeros(len(lengths), dtype=bool)
-    return np.asarray(sum(_halo_s(cost, layer, lengths, degree)) <= _exchange_s(cost, layer, lengths, degree))
+    return np.asarray(_halo(cost, layer, lengths, degree).alone_s <= _exchange_s(cost, layer, lengths, degree))
 
 
-def _halo_s(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> tuple[Floats, Floats]:
-    """Seconds of one layer's fetched bytes on the last rank, which needs most, and of messages if they go alone."""
+class _Halo(NamedTuple):
+    """What the last of some ranks, which needs most, fetches of each sample in one layer; [samples] each.
+
+    keys: earlier ones, of its own `shard` tokens. fetch_s: seconds of their bytes; alone_s: with messages of their own.
+    """
+
+    keys: Ints
+    shard: Ints
+    fetch_s: Floats
+    alone_s: Floats
+
+
+def _halo(cost: CostModel, layer: LayerCost, lengths: Ints, degree: int) -> _Halo:
     spec, cluster = layer.spec, cost.cluster
-    keys, shard = _halo_keys(spec, lengths, degree)
+    shard = -(-lengths // degree)
+    keys = np.minimum((spec.reach or 1) - 1, lengths - shard)
     bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * cost.bytes_per_element
     rate = cluster.slow_bytes_per_s if degree > cluster.ranks_per_node else cluster.fast_bytes_per_s
     fetch_s, messages = cost.passes * keys * bytes_per_key / rate, -(-keys // shard)
-    return fetch_s, np.asarray(cost.passes * cluster.message_latency_s * messages)
-
-
-def _halo_keys(spec: AttentionSpec, lengths: Ints, degree: int) -> tuple[Ints, Ints]:
-    """Keys that the last of `degree` ranks fetches, and tokens of its shard, int64 [samples] each."""
-    shard = -(-lengths // degree)
-    return np.minimum((spec.reach or 1) - 1, lengths - shard), shard
+    return _Halo(keys, shard, fetch_s, fetch_s + cost.passes * cluster.message_latency_s * messages)
 
 
 def _layer_loads(cost: CostModel, layer: LayerCost, lengths: Ints, group: GroupClass) -> tuple[Floats, Floats]:
@@ -165,12 +171,12 @@ def _layer_loads(cost: CostModel, layer: LayerCost, lengths: Ints, group: GroupC
     if layer.kind != FULL and group.repacked:
         return linear_s + attention_s, np.zeros(len(lengths))
     traffic_s = _exchange_s(cost, layer, lengths, degree)
-    if group.halo and layer.spec.is_local:
-        has_halo = prefers_halo(cost, layer, lengths, degree)
-        keys, shard = _halo_keys(layer.spec, lengths, degree)
-        own_s = layer.attention_s(layer.spec.pairs(lengths - shard, lengths), keys + shard, layer.spec.num_heads)
+    if group.halo and layer.spec.is_local and degree > 1:
+        halo, spec = _halo(cost, layer, lengths, degree), layer.spec
+        own_s = layer.attention_s(spec.pairs(lengths - halo.shard, lengths), halo.keys + halo.shard, spec.num_heads)
+        has_halo = halo.alone_s <= traffic_s
         attention_s = np.where(has_halo, own_s, attention_s)
-        traffic_s = np.where(has_halo, _halo_s(cost, layer, lengths, degree)[0], traffic_s)
+        traffic_s = np.where(has_halo, halo.fetch_s, traffic_s)
     return linear_s + attention_s, traffic_s
 
 

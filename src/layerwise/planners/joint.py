@@ -54,7 +54,7 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[Micro
     if not options.fallback:
         return own, {"fallbacks": 0}
     dynamic = group_step(problem, options)
-    if len(problem.lengths) > MANY_SAMPLES and problem.cluster.overlap_parts == 1:
+    if len(problem.lengths) > MANY_SAMPLES and problem.estimates_are_bounds:
         own_s, dynamic_s = sum(part.estimate_s for part in nested), sum(found[0].estimate_s for found in dynamic)
         if own_s * (1 + DOUBT) < dynamic_s:
             return own, {"fallbacks": 0}

@@ -15,7 +15,6 @@ import numpy as np
 from layerwise.cost import Floats
 from layerwise.plan import Parent
 from layerwise.planners.dynamic import Division, group_step
-from layerwise.planners.estimate import GroupClass
 from layerwise.planners.grouping import Grouping, group_samples, make_tasks
 from layerwise.planners.layout import place
 from layerwise.planners.packing import refine
@@ -28,9 +27,11 @@ from layerwise.planners.repack import (
     count_parents,
     fastest_step,
     keep_if_faster,
+    layers_s,
     num_others,
     repack_step,
     repacked_class,
+    slowest,
     try_grouping,
     wants_wide,
     with_wide,
@@ -67,10 +68,7 @@ def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Re
         *partitions(problem, samples, widths_allowed(problem, options.max_sp_degree)),
     ]
 
-    def class_of(degree: int) -> GroupClass:
-        return repacked_class(problem, degree, options)
-
-    few = len(samples) <= MANY_SAMPLES
+    class_of, few = repacked_class(problem, options), len(samples) <= MANY_SAMPLES
     found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=few), options)
     for grouping in found[: num_others(problem)]:
         best = try_grouping(problem, best, grouping, grouping.estimate_s, options)
@@ -85,7 +83,7 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
     parents = best.microbatch.parents
     samples = np.concatenate([parent.samples for parent in parents]).astype(np.int64)
     partition = Partition(*np.array([(parent.first_rank, parent.sp_degree) for parent in parents], dtype=np.int64).T)
-    (task,) = make_tasks(problem, samples, [partition], lambda degree: repacked_class(problem, degree, options))
+    (task,) = make_tasks(problem, samples, [partition], repacked_class(problem, options))
     bin_of = np.repeat(np.arange(len(parents)), [len(parent.samples) for parent in parents])
     for _ in range(NUM_SETTLED):
         beyond_s = _group_loads(problem, best) - task.packing.bin_loads(bin_of)
@@ -103,11 +101,10 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
 def _group_loads(problem: StepProblem, result: Repacked) -> Floats:
     """Predicted seconds of the slowest rank of each group, float64 [dims, groups]; dims as of `group_loads`."""
     cost, microbatch = problem.cost, result.microbatch
-    rows = [layer.num_layers * result.times.times[layer.kind].total_s for layer in cost.layers]
-    rows.append(np.asarray(cost.head_token_s * microbatch.tokens_per_rank(problem.cluster.num_ranks)))
-    rank_s = np.stack(rows) if problem.cluster.sync == "layer" else np.sum(rows, axis=0, keepdims=True)
-    ranks = [slice(parent.first_rank, parent.first_rank + parent.sp_degree) for parent in microbatch.parents]
-    return np.stack([rank_s[:, own].max(axis=1) for own in ranks], axis=1)
+    head_s = cost.head_token_s * microbatch.tokens_per_rank(problem.cluster.num_ranks)
+    rank_s = np.concatenate([layers_s(problem, result), head_s[None]])
+    by_dim = rank_s if problem.cluster.sync == "layer" else rank_s.sum(axis=0, keepdims=True)
+    return slowest(by_dim, microbatch.parents)
 
 
 def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:

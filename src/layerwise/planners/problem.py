@@ -74,6 +74,11 @@ class StepProblem:
         return self.cost.step_s([self.cost.time_microbatch(microbatch) for microbatch in microbatches])
 
     @property
+    def estimates_are_bounds(self) -> bool:
+        """Whether predictions are no less than estimates, which do not know what attention hides of exchanges."""
+        return self.cluster.overlap_parts == 1
+
+    @property
     def fewest_microbatches(self) -> int:
         """Micro-batches that the tokens of the step need at least."""
         return -(-int(self.lengths.sum()) // (self.cluster.num_ranks * self.max_tokens_per_rank))

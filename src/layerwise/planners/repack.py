@@ -18,7 +18,7 @@ from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.dynamic import ROUNDING, Division, divisions, level_s
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import Grouping, group_samples, seconds_with
+from layerwise.planners.grouping import ClassOf, Grouping, group_samples, seconds_with
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
@@ -113,8 +113,7 @@ def try_grouping(
 
     Without fallback, all its parents must have been repacked.
     """
-    known = problem.cluster.overlap_parts == 1  # estimates do not know what attention hides of exchanges
-    if known and least_s > (1 + ROUNDING) * best.times.seconds:
+    if problem.estimates_are_bounds and least_s > (1 + ROUNDING) * best.times.seconds:
         return best
     result = repack_microbatch(problem, found.parents(), options, layout)
     is_legal = options.fallback or result.num_repacked == result.num_parents
@@ -150,12 +149,12 @@ def wants_wide(problem: StepProblem, samples: Ints, options: RepackOptions) -> b
 
 
 def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -> float:
-    return seconds_with(problem, found, lambda degree: repacked_class(problem, degree, options))
+    return seconds_with(problem, found, repacked_class(problem, options))
 
 
-def repacked_class(problem: StepProblem, degree: int, options: RepackOptions) -> GroupClass:
-    """The loads of a group of `degree` ranks after repacking."""
-    return GroupClass(degree, degree > narrowest_wide(problem, options))
+def repacked_class(problem: StepProblem, options: RepackOptions) -> ClassOf:
+    """The loads of groups after repacking, by their width."""
+    return lambda degree: GroupClass(degree, degree > narrowest_wide(problem, options))
 
 
 def num_others(problem: StepProblem) -> int:
@@ -228,13 +227,18 @@ def _unchanged(problem: StepProblem, parents: tuple[Parent, ...], options: Repac
 
 def _gainers(problem: StepProblem, wide: Repacked, repacked: Repacked, parents: tuple[Parent, ...]) -> list[Parent]:
     """The parents whose slowest ranks, kind by kind, take less time once repacked; parents share no rank."""
-    before, after = (_slowest_s(problem, found.times, parents) for found in (wide, repacked))
+    before, after = (slowest(layers_s(problem, found), parents).sum(axis=0) for found in (wide, repacked))
     return [parent for parent, gained in zip(parents, after < before, strict=True) if gained]
 
 
-def _slowest_s(problem: StepProblem, times: MicrobatchTimes, parents: tuple[Parent, ...]) -> Floats:
-    rank_s = np.stack([layer.num_layers * times.times[layer.kind].total_s for layer in problem.cost.layers])
-    return np.array([rank_s[:, p.first_rank : p.first_rank + p.sp_degree].max(axis=1).sum() for p in parents])
+def layers_s(problem: StepProblem, result: Repacked) -> Floats:
+    """Predicted seconds of all layers of each kind, float64 [kinds, ranks]."""
+    return np.stack([layer.num_layers * result.times.times[layer.kind].total_s for layer in problem.cost.layers])
+
+
+def slowest(rank_s: Floats, parents: tuple[Parent, ...]) -> Floats:
+    """Of seconds [rows, ranks], those of each parent's slowest rank, float64 [rows, parents]."""
+    return np.stack([rank_s[:, p.first_rank : p.first_rank + p.sp_degree].max(axis=1) for p in parents], axis=1)
 
 
 def _lay_out(
