@@ -191,8 +191,10 @@ def test_estimates_rule_no_grouping_out_where_attention_may_hide_exchanges(num_p
     division = group_step(problem, options)
     assert (least_s(problem, division) == 0) == (num_parts == 2)
     repacked = [(repack_microbatch(problem, found.parents(), options), found) for found in division[0]]
-    (fast, grouping), (slow, _) = (pick(repacked, key=lambda pair: pair[0].times.seconds) for pick in (min, max))
-    tried = try_grouping(problem, slow, grouping, 2 * slow.times.seconds, options)
+    (fast, grouping), (slow, _) = (
+        pick(repacked, key=lambda pair: pair[0].times(problem).seconds) for pick in (min, max)
+    )
+    tried = try_grouping(problem, slow, grouping, 2 * slow.times(problem).seconds, options)
     assert tried is (slow if num_parts == 1 else fast)
 
 

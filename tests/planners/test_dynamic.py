@@ -7,8 +7,11 @@ from layerwise.cost import CostModel, predict
 from layerwise.errors import DataError, InfeasibleError, SpecError
 from layerwise.planners import STRATEGIES, Planner, plan_step
 from layerwise.planners.dynamic import group_step, least_s
+from layerwise.planners.estimate import GroupClass
+from layerwise.planners.grouping import group_samples, least_fluid_s
+from layerwise.planners.halo import halo_class
 from layerwise.planners.layout import lay_out
-from layerwise.planners.partitions import tile_cluster
+from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem, degree_ladder
 from tests.planners.builders import (
     WIDE_CLUSTER,
@@ -234,3 +237,34 @@ def test_no_least_seconds_are_known_of_groups_that_cut_queries() -> None:
     division = group_step(problem, GroupOptions())
     assert division[0][0].partition.size.max() == 16
     assert least_s(problem, division) == 0
+
+
+@pytest.mark.parametrize("sync", ["layer", "step"])
+@pytest.mark.parametrize("params", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_grouping_is_faster_than_a_fluid(seed: int, params: bool, sync: str) -> None:
+    """Of all partitions of 16 ranks, however packed; a group that is too small for a sample does not count."""
+    settings = {"sync": sync, "sharded_params": params}
+    cost = CostModel(cluster=WIDE_CLUSTER.model_copy(update=settings), model=WIDE_MODEL)
+    lengths = np.array([*long_tailed(seed, 30, 900), 4000])
+    problem, samples = StepProblem(lengths=lengths, cost=cost, max_tokens_per_rank=1100), np.arange(31)
+    ladder = widths_allowed(problem, None)
+    for class_of in (GroupClass, halo_class):
+        groupings = group_samples(problem, samples, partitions(problem, samples, ladder), class_of, thorough=True)
+        assert len(groupings) > 10
+        classes = [class_of(degree) for degree in ladder]
+        least_s = least_fluid_s(problem, samples, classes, groupings[0].estimate_s)
+        assert 0.8 * groupings[0].estimate_s < least_s <= groupings[0].estimate_s
+        assert least_fluid_s(problem, samples, classes, np.inf) <= least_s
+
+
+def test_a_fluid_knows_what_a_sample_needs_room_for() -> None:
+    """One sample of 4000 tokens takes four ranks of 1000; where more would suffice, it would not pay to exchange."""
+    cost = CostModel(cluster=WIDE_CLUSTER.model_copy(update={"fast_bytes_per_s": 1e6}), model=WIDE_MODEL)
+    lengths, samples = np.array([4000] * 4), np.arange(4)
+    classes = [GroupClass(degree) for degree in (1, 2, 4, 8, 16)]
+    bounds = [
+        least_fluid_s(StepProblem(lengths=lengths, cost=cost, max_tokens_per_rank=budget), samples, classes, np.inf)
+        for budget in (4000, 1000)
+    ]
+    assert bounds[1] > 2 * bounds[0]

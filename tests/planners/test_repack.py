@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from layerwise.cost import CostModel, predict
+from layerwise.cost import CostModel, MicrobatchTimes, Work, predict
 from layerwise.plan import MicrobatchPlan, Parent, StepPlan
 from layerwise.planners import plan_step
 from layerwise.planners.children import child_degrees, solve_children
-from layerwise.planners.layout import batched, shard_rows
+from layerwise.planners.layout import batched, lay_out, shard_rows
 from layerwise.planners.problem import StepProblem
+from layerwise.planners.redistribute import lay_out_apart
 from layerwise.planners.repack import Repacked, RepackOptions, keep_if_faster, repack_microbatch
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, wide_plan
 
@@ -133,7 +134,53 @@ def test_each_microbatch_decides_for_itself() -> None:
     kept = repack_microbatch(problem, (parent,), RepackOptions())
     forced = repack_microbatch(problem, (parent,), RepackOptions(fallback=False))
     assert (kept.num_repacked, forced.num_repacked) == (0, 1)
-    assert kept.times.seconds < forced.times.seconds
+    assert kept.times(problem).seconds < forced.times(problem).seconds
+
+
+@pytest.mark.parametrize("strategy", ["repack", "redistribute"])
+@pytest.mark.parametrize("sync", ["layer", "step"])
+@pytest.mark.parametrize("overlap_parts", [1, 2])
+def test_parts_are_predicted_as_the_whole_is(strategy: str, sync: str, overlap_parts: int) -> None:
+    """Groups share no rank, so narrow and wide ones are predicted apart; what is exposed is not to be counted twice.
+
+    Nor do samples of one group decide to which part of an overlapped site those of another go.
+    """
+    changes = {"sync": sync, "sharded_params": True, "overlap_parts": overlap_parts}
+    cost = CostModel(cluster=MANY_NODES.model_copy(update=changes), model=WIDE_MODEL)
+    lengths = np.array([13000, *LENGTHS[1:], 9000, 4000, *LENGTHS[1:]])
+    problem = StepProblem(lengths=lengths, cost=cost, max_tokens_per_rank=2560)
+    blocks = {(0, 16): range(15), (16, 8): [15, 17, 18], (24, 8): [16, 19, 20], (32, 4): range(21, 25)}
+    groups = [Parent(first_rank=first, sp_degree=sp, samples=tuple(who)) for (first, sp), who in blocks.items()]
+    parents = (*groups, *(Parent(first_rank=i + 11, sp_degree=1, samples=(i,)) for i in range(25, 31)))
+    layout = lay_out_apart if strategy == "redistribute" else lay_out
+    for fallback in (True, False):
+        found = repack_microbatch(problem, parents, RepackOptions(fallback=fallback), layout)
+        assert len(found.wide) == 1
+        assert found.num_repacked == 1 or fallback
+        whole, parts = vars(cost.time_microbatch(found.microbatch(problem))), vars(found.times(problem))
+        for kind, times in whole.pop("times").items():
+            for name, value in vars(times).items():
+                np.testing.assert_allclose(getattr(parts["times"][kind], name), value, rtol=1e-12)
+        for name, value in whole.items():
+            np.testing.assert_allclose(parts[name], value, rtol=1e-12)
+
+
+def test_moves_of_all_parts_count() -> None:
+    """Three groups that move hidden states to children and back, each predicted apart, and one that stays as it is."""
+    cost = CostModel(cluster=MANY_NODES, model=WIDE_MODEL)
+    lengths = np.array(LENGTHS * 4)
+    parents = [Parent(first_rank=16 * i, sp_degree=16, samples=tuple(range(15 * i, 15 * i + 15))) for i in range(4)]
+    problem = StepProblem(lengths=lengths, cost=cost, max_tokens_per_rank=2560)
+    children = {parent: placement for parent in parents[1:] if (placement := solve_children(problem, parent))}
+    assert len(children) == 3
+
+    def work(some: list[Parent]) -> Work:
+        return cost.work(lay_out_apart(lengths, cost.attention, some, {p: children[p] for p in some if p in children}))
+
+    apart, whole = cost.time_works([work([parent]) for parent in parents]), cost.time_works([work(parents)])
+    np.testing.assert_allclose(apart.rank_s, whole.rank_s, rtol=1e-12)
+    assert apart.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert apart.slow_bytes == whole.slow_bytes
 
 
 def test_gains_of_microbatches_must_add_up() -> None:
@@ -144,8 +191,16 @@ def test_gains_of_microbatches_must_add_up() -> None:
     )
     some = repack_microbatch(problem, (Parent(first_rank=0, sp_degree=1, samples=(0,)),), RepackOptions())
 
-    def with_rank_s(*rank_s: float) -> Repacked:
-        return replace(some, times=replace(some.times, rank_s=np.array(rank_s), seconds=max(rank_s)))
+    class Timed(Repacked):
+        def times(self, problem: StepProblem) -> MicrobatchTimes:
+            return replace(some.times(problem), rank_s=rank_s[self], seconds=rank_s[self].max())
+
+    rank_s: dict[Repacked, np.ndarray] = {}
+
+    def with_rank_s(*seconds: float) -> Repacked:
+        timed = Timed(**vars(some))
+        rank_s[timed] = np.array(seconds)
+        return timed
 
     old, new = [with_rank_s(3, 0), with_rank_s(0, 3)], [with_rank_s(2, 0), with_rank_s(2, 0)]
     assert keep_if_faster(problem, new, old) is old

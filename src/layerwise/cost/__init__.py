@@ -2,6 +2,7 @@
 
 model       seconds and bytes of a plan, layer by layer
 prediction  what it says: of a layer, a micro-batch and a step
+work        what every rank does in a micro-batch, and how parts add up to one
 layer       the seconds of one layer's work, whoever does it
 overlap     what attention hides of exchanges
 flops       FLOPs and parameters of a model
@@ -24,8 +25,9 @@ from layerwise.cost.flops import (
 )
 from layerwise.cost.layer import LayerCost
 from layerwise.cost.memory import Memory, kept_elements_per_token, predict_memory, site_bytes
-from layerwise.cost.model import EXCHANGES, MOVE_PASSES, CostModel, Sent, predict
+from layerwise.cost.model import EXCHANGES, MOVE_PASSES, CostModel, predict
 from layerwise.cost.prediction import LayerTimes, MicrobatchPrediction, MicrobatchTimes, PassPrediction, StepPrediction
+from layerwise.cost.work import Sent, Work
 
 __all__ = [
     "BACKWARD_ATTENTION",
@@ -43,6 +45,7 @@ __all__ = [
     "PassPrediction",
     "Sent",
     "StepPrediction",
+    "Work",
     "attention_flops",
     "bound_step",
     "dense_weights",

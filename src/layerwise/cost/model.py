@@ -7,11 +7,10 @@ runtime's routes are built from. Seconds are as good as the rates of the Cluster
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -38,6 +37,7 @@ from layerwise.cost.prediction import (
     PassPrediction,
     StepPrediction,
 )
+from layerwise.cost.work import Moved, Sent, Work, join_works
 from layerwise.parts import split_tiles
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table, Tile
 from layerwise.spec import AttentionSpec, ClusterSpec, LayerKind, ModelSpec
@@ -51,14 +51,6 @@ MOVE_PASSES = 2
 GATHERS, GRADIENT_BYTES = 2, 4
 # Expert dispatch: tokens out and results back, forward and backward.
 DISPATCHES = 4
-
-
-class Sent(NamedTuple):
-    """What crosses links in one exchange: `sent_bytes[i]` from rank `src[i]` to rank `dst[i]`, each pair once."""
-
-    src: Ints
-    dst: Ints
-    sent_bytes: Floats
 
 
 class _Part(NamedTuple):
@@ -82,15 +74,6 @@ class _Sum(NamedTuple):
     times: MicrobatchTimes
     kind_s: list[float]
     moves_s: float
-
-
-class Moved(NamedTuple):
-    """`times` passes of hidden states from one place (a layer kind or HOME) to another, and what each sends forward."""
-
-    source: str
-    target: str
-    times: int
-    sent: Sent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,25 +177,31 @@ class CostModel:
     def _is_slow(self, sent: Sent) -> Any:
         return self.cluster.node_of(sent.src) != self.cluster.node_of(sent.dst)
 
-    def time_microbatch(
-        self, microbatch: MicrobatchPlan, known: Mapping[str, LayerTimes] = MappingProxyType({})
-    ) -> MicrobatchTimes:
-        """Seconds of one micro-batch, from its shards and tiles; `predict_microbatch` without the rest.
+    def time_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchTimes:
+        """Seconds of one micro-batch, from its shards and tiles; `predict_microbatch` without the rest."""
+        return self.time_works([self.work(microbatch)])
 
-        known: times of layer kinds whose shards and tiles are those of another micro-batch.
-        """
-        return self._sum_up(microbatch, self.layer_times(microbatch, known), self.moves(microbatch)).times
+    def time_works(self, works: Sequence[Work]) -> MicrobatchTimes:
+        """Seconds of a micro-batch that consists of parts which share no rank and no sample."""
+        return self._sum_up(join_works(works, self.layers)).times
+
+    def work(self, microbatch: MicrobatchPlan) -> Work:
+        """What every rank does in a micro-batch, or in a part of one."""
+        return Work(self._tokens(microbatch), self.layer_times(microbatch), self.moves(microbatch))
+
+    def _tokens(self, microbatch: MicrobatchPlan) -> dict[str, Ints]:
+        home, size = microbatch.tokens_per_rank(self.cluster.num_ranks), self.cluster.num_ranks
+        own = {kind: microbatch.tokens_per_rank(size, kind) for kind in microbatch.shards_by_kind}
+        return {HOME: home, **{layer.kind: own.get(layer.kind, home) for layer in self.layers}}
 
     def predict_microbatch(self, microbatch: MicrobatchPlan) -> MicrobatchPrediction:
         """Seconds, bytes and calls of one micro-batch, from its shards and tiles."""
         work = [self._layer_work(microbatch, layer) for layer in self.layers]
+        times: dict[str, LayerTimes] = {layer.kind: w.times for layer, w in zip(self.layers, work, strict=True)}
         moves = self.moves(microbatch)
-        total = self._sum_up(
-            microbatch, {layer.kind: w.times for layer, w in zip(self.layers, work, strict=True)}, moves
-        )
+        total = self._sum_up(Work(self._tokens(microbatch), times, moves))
         return MicrobatchPrediction(
             **vars(total.times),
-            tokens=microbatch.tokens_per_rank(self.cluster.num_ranks),
             kinds={
                 layer.kind: self._kind_prediction(microbatch, layer, w, seconds)
                 for layer, w, seconds in zip(self.layers, work, total.kind_s, strict=True)
@@ -220,22 +209,24 @@ class CostModel:
             moves=self._moves_prediction(microbatch, moves, total.moves_s),
         )
 
-    def _sum_up(self, microbatch: MicrobatchPlan, times: Mapping[str, LayerTimes], moves: list[Moved]) -> _Sum:
-        tokens = microbatch.tokens_per_rank(self.cluster.num_ranks)
+    def _sum_up(self, work: Work) -> _Sum:
+        tokens, times = work.tokens[HOME], work.times
         layer_s = (layer.num_layers * times[layer.kind].total_s for layer in self.layers)
-        site_s = np.stack([self.head_token_s * tokens, *layer_s, *(m.times * self.move_s(m.sent) for m in moves)])
+        move_s = (moved.times * self.move_s(moved.sent) for moved in work.moves)
+        site_s = np.stack([self.head_token_s * tokens, *layer_s, *move_s])
         rank_s = site_s.sum(axis=0)
         # Every site waits for its slowest rank, or only the end of the step waits for the slowest rank.
         spent = site_s.max(axis=1) if self.cluster.sync == "layer" else site_s[:, rank_s.argmax()]
         slow_bytes = sum(layer.num_layers * times[layer.kind].slow_bytes for layer in self.layers)
-        slow_bytes += sum(MOVE_PASSES * moved.times * self._slow_bytes(moved.sent) for moved in moves)
+        slow_bytes += sum(MOVE_PASSES * moved.times * self._slow_bytes(moved.sent) for moved in work.moves)
         num_kinds = len(self.layers)
         return _Sum(
             times=MicrobatchTimes(
                 seconds=float(spent.sum()),
                 rank_s=rank_s,
                 head_s=float(spent[0]),
-                times=dict(times),
+                tokens=tokens,
+                times=times,
                 slow_bytes=slow_bytes,
             ),
             kind_s=spent[1 : 1 + num_kinds].tolist(),
@@ -245,14 +236,9 @@ class CostModel:
     def _slow_bytes(self, sent: Sent) -> int:
         return int(sent.sent_bytes[self._is_slow(sent)].sum())
 
-    def layer_times(
-        self, microbatch: MicrobatchPlan, known: Mapping[str, LayerTimes] = MappingProxyType({})
-    ) -> dict[str, LayerTimes]:
-        """What one layer of each kind takes on every rank; `known` as in `time_microbatch`."""
-        return {
-            layer.kind: known[layer.kind] if layer.kind in known else self._layer_work(microbatch, layer).times
-            for layer in self.layers
-        }
+    def layer_times(self, microbatch: MicrobatchPlan) -> dict[str, LayerTimes]:
+        """What one layer of each kind takes on every rank."""
+        return {layer.kind: self._layer_work(microbatch, layer).times for layer in self.layers}
 
     def moves(self, microbatch: MicrobatchPlan) -> list[Moved]:
         """The passes of hidden states from home through every layer and back home, alike ones together."""

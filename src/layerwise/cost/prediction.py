@@ -83,13 +83,15 @@ class KindPrediction(PassPrediction):
 class MicrobatchTimes:
     """How long one micro-batch takes: what plans are compared by.
 
-    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. head_s: of the LM head.
+    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. head_s: of the LM head. tokens: at home, int64
+    [num_ranks].
     times: what one layer of each kind takes on every rank. slow_bytes: between nodes, all kinds, moves and ranks.
     """
 
     seconds: float
     rank_s: Floats
     head_s: float
+    tokens: Ints
     times: dict[str, LayerTimes]
     slow_bytes: int
 
@@ -98,11 +100,9 @@ class MicrobatchTimes:
 class MicrobatchPrediction(MicrobatchTimes):
     """Everything that is predicted of one micro-batch.
 
-    tokens: at home, int64 [num_ranks].
     moves: the passes that only move hidden states between layers; zero for most strategies.
     """
 
-    tokens: Ints
     kinds: dict[str, KindPrediction]
     moves: PassPrediction
 

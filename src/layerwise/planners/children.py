@@ -11,7 +11,7 @@ from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
 from layerwise.planners.layout import Placement, batched, place, tile_rows
 from layerwise.planners.nesting import Nest, nest
-from layerwise.planners.problem import HANDFUL, StepProblem
+from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, StepProblem
 from layerwise.spec import FULL
 
 
@@ -25,6 +25,8 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
     node_ranks = min(parent.sp_degree, problem.cluster.ranks_per_node)
     samples = np.array(parent.samples, dtype=np.int64)
     lengths, degrees = problem.lengths[samples], child_degrees(node_ranks)
+    if lengths.max() > node_ranks * problem.max_tokens_per_rank:
+        return None
     question = Nest(
         samples=samples,
         lengths=lengths,
@@ -34,10 +36,11 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
         num_ranks=parent.sp_degree,
         ranks_per_node=node_ranks,
         capacity_tokens=problem.max_tokens_per_rank,
+        thorough=len(samples) <= HANDFUL and len(problem.lengths) <= MANY_SAMPLES,
     )
     # Ranks with dear sites may hold fewer tokens, where memory leaves the others room for more.
     questions = [question, replace(question, pour_by_total=True)]
-    if len(samples) <= HANDFUL:
+    if question.thorough:
         questions.append(replace(question, loads=question.loads.sum(axis=0, keepdims=True)))
     share, full_s = sparse_share(problem), full_attention_s(problem, parent)
 

@@ -29,7 +29,7 @@ ClassOf = Callable[[int], GroupClass]
 
 # How many partitions are packed, and how many of those refined: all that there are for a handful of samples.
 FEW_SAMPLES = 64
-NUM_PACKED, NUM_PACKED_OF_MANY = 3, 2
+NUM_PACKED = 3
 NUM_REFINED, NUM_REFINED_FAR, NUM_REFINED_OF_FEW = 1, 3, 6
 # Where the best is further than this above level work, the scores misled, and all partitions are packed.
 FAR_FROM_LEVEL = 0.05
@@ -131,7 +131,7 @@ def _is_enough(num_packed: int, num_samples: int, thorough: bool, is_good: bool,
     if num_samples <= FEW_SAMPLES:
         return False
     if num_samples > MANY_SAMPLES:
-        return num_packed >= (NUM_PACKED if thorough else NUM_PACKED_OF_MANY)
+        return num_packed >= NUM_PACKED
     return not thorough and (is_hopeless or (is_good and num_packed >= NUM_PACKED))
 
 
@@ -140,7 +140,7 @@ def make_tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partiti
     degrees = sorted({size for partition in candidates for size in np.unique(partition.size).tolist()})
     classes = [class_of(degree) for degree in degrees]
     lengths = problem.lengths[samples]
-    loads, base = _loads(problem, lengths, classes), group_base(problem.cost, classes)
+    loads, base = _loads(problem, samples, classes), group_base(problem.cost, classes)
     allowed = lengths[:, None] <= np.array(degrees) * problem.max_tokens_per_rank
     room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
     capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
@@ -165,14 +165,41 @@ def seconds_with(problem: StepProblem, found: Grouping, class_of: ClassOf) -> fl
     return task.seconds(found.bin_of)
 
 
-def _loads(problem: StepProblem, lengths: Ints, classes: list[GroupClass]) -> GroupLoads:
+def least_fluid_s(problem: StepProblem, samples: Ints, classes: list[GroupClass], below_s: float) -> float:
+    """Seconds of the samples as a fluid, each in the groups that suit it best: no grouping takes less.
+
+    Groups in which a sample alone would take more than `below_s` do not count, nor those without room for it.
+    """
+    lengths, degrees = problem.lengths[samples], np.array([group.degree for group in classes])
+    num_ranks, found = problem.cluster.num_ranks, _loads(problem, samples, classes)
+    alone_s = found.loads.sum(axis=0)
+    is_open = (alone_s <= below_s) & (lengths[:, None] <= degrees * problem.max_tokens_per_rank)
+    ranks_s = np.where(is_open, alone_s * degrees, np.inf).min(axis=1)
+    # The more compute, the less of the parameters' traffic is exposed.
+    compute_s = np.where(is_open, found.compute_s * degrees, 0).max(axis=2).sum(axis=1) / num_ranks
+    exposed = exposed_loads(problem.cost, compute_s, lengths.sum() / num_ranks)
+    return float(ranks_s.sum()) / num_ranks + float(exposed.sum())
+
+
+def _loads(problem: StepProblem, samples: Ints, classes: list[GroupClass]) -> GroupLoads:
     """As `group_loads`, but a sample that no node can hold keeps its group as wide as it is."""
-    found = group_loads(problem.cost, lengths, classes)
-    too_long = lengths > problem.cluster.ranks_per_node * problem.max_tokens_per_rank
+    found = [_class_loads(problem, group) for group in classes]
+    too_long = problem.lengths[samples] > problem.cluster.ranks_per_node * problem.max_tokens_per_rank
+    loads, compute_s = (np.stack(rows, axis=1)[:, :, samples] for rows in zip(*found, strict=True))
     if too_long.any():
-        unchanged = [group._replace(repacked=False) for group in classes]
-        found.loads[:, too_long] = group_loads(problem.cost, lengths[too_long], unchanged).loads
-    return found
+        unchanged = (_class_loads(problem, group._replace(repacked=False)) for group in classes)
+        loads[:, :, too_long] = np.stack([loads[:, samples[too_long]] for loads, _ in unchanged], axis=1)
+    return GroupLoads(loads.swapaxes(1, 2), compute_s.swapaxes(1, 2))
+
+
+def _class_loads(problem: StepProblem, group: GroupClass) -> tuple[Floats, Floats]:
+    """What every sample of the step adds to groups of a class, float64 [dims, samples] and [layers, samples]."""
+
+    def answer() -> tuple[Floats, Floats]:
+        loads, compute_s = group_loads(problem.cost, problem.lengths, [group])
+        return loads[:, :, 0], compute_s[:, :, 0]
+
+    return problem.once(("loads", group), answer)
 
 
 def _scores(tasks: list[Task], extra_s: float) -> Floats:

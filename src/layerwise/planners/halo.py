@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from layerwise.plan import Ints, MicrobatchPlan, Parent, Table, Tile, shard_table, tile_table
 from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s, plan_dynamic
 from layerwise.planners.estimate import GroupClass, prefers_halo
-from layerwise.planners.grouping import seconds_with
+from layerwise.planners.grouping import least_fluid_s, seconds_with
 from layerwise.planners.layout import Placement, batched, halo_tile_rows, place, shard_rows, tile_rows
+from layerwise.planners.partitions import widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem
+
+# Other groups are sought only where no bound forbids that they save more than this share of the seconds.
+WORTHWHILE = 0.01
 
 HaloSamples = dict[str, NDArray[np.bool_]]
 
@@ -58,10 +62,18 @@ def plan_halo(problem: StepProblem, options: HaloOptions) -> tuple[tuple[Microba
 
 
 def _divisions(problem: StepProblem, options: HaloOptions, wide: Division) -> list[tuple[float, Division]]:
-    """The groups of `dynamic` and those for halos, with the least seconds that halos can take in them."""
+    """The groups of `dynamic` and those for halos, with the least seconds that halos can take in them.
+
+    The latter only where halos could save a good part of what the groups of `dynamic` take with them.
+    """
     fastest = [groupings[0] for groupings in wide]
-    with_halos = [[found._replace(estimate_s=seconds_with(problem, found, halo_class))] for found in fastest]
-    divisions = [with_halos, group_step(problem, options, halo_class)]
+    divisions = [[[found._replace(estimate_s=seconds_with(problem, found, halo_class))] for found in fastest]]
+    classes = [halo_class(degree) for degree in widths_allowed(problem, options.max_sp_degree)]
+    if any(
+        found.estimate_s > (1 + WORTHWHILE) * least_fluid_s(problem, found.samples, classes, found.estimate_s)
+        for (found,) in divisions[0]
+    ):
+        divisions.append(group_step(problem, options, halo_class))
     different = {tuple(groupings[0].parents() for groupings in division): division for division in divisions}
     return [(least_s(problem, division), division) for division in different.values()]
 

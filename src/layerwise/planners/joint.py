@@ -108,6 +108,7 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
         num_ranks=cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
         capacity_tokens=problem.max_tokens_per_rank,
+        thorough=len(samples) <= HANDFUL,
     )
     best = _solve(problem, question)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):

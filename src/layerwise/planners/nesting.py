@@ -17,12 +17,12 @@ from layerwise.cost import Floats
 from layerwise.plan import Ints
 from layerwise.planners.layout import Placement
 from layerwise.planners.partitions import aligned_blocks
-from layerwise.planners.problem import HANDFUL, MANY_SAMPLES
+from layerwise.planners.problem import MANY_SAMPLES
 from layerwise.planners.settling import Choices, Seconds, settle
 
 # Seconds above the level, as a share of it, that a narrower block may cost.
 TOLERANCES = (0.004, 0.03)
-# For a handful of samples, more tolerances are tried, and each sample may be shared; for many, only the last.
+# A thorough search tries more; one of many samples only the last.
 THOROUGH = (0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25)
 # A sample above this share of the level in any dimension is large: it may take more than one rank.
 ROCK_SHARE = 0.25
@@ -37,6 +37,7 @@ class Nest:
     lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
     pour_by_total: small samples level the sum of all dimensions, not the first.
     spread_largest: put the sample that asks for most on the widest block, whether or not it needs that.
+    thorough: try more tolerances, share any sample, and settle what was found: for a handful of samples.
     """
 
     samples: Ints
@@ -49,6 +50,7 @@ class Nest:
     capacity_tokens: int
     pour_by_total: bool = False
     spread_largest: bool = False
+    thorough: bool = False
 
 
 def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
@@ -59,13 +61,13 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
     count = len(problem.samples)
     level_s = float(problem.loads[:, :, 0].sum()) / problem.num_ranks
     best, best_s = None, np.inf
-    for tolerance in THOROUGH if count <= HANDFUL else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]:
-        if count > HANDFUL and best_s <= (1 + tolerance) * level_s:
+    for tolerance in THOROUGH if problem.thorough else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]:
+        if not problem.thorough and best_s <= (1 + tolerance) * level_s:
             break  # it is more level already than this tolerance asks for
         placed = _nest(problem, tolerance)
         if placed is not None and (placed_s := float(seconds(placed[0]))) < best_s:
             best, best_s = placed, placed_s
-    return _settled(problem, best[1], seconds) if best and count <= HANDFUL and not problem.spread_largest else best
+    return _settled(problem, best[1], seconds) if best and problem.thorough and not problem.spread_largest else best
 
 
 def _settled(problem: Nest, placement: Placement, seconds: Seconds) -> tuple[Floats, Placement]:
@@ -104,7 +106,7 @@ def _exchanged_nodes(first: Ints, end: Ints, problem: Nest) -> Ints:
 def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     single = problem.loads[:, :, 0]
     level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
-    rock_share = 0.0 if len(problem.samples) <= HANDFUL else ROCK_SHARE
+    rock_share = 0.0 if problem.thorough else ROCK_SHARE
     is_rock = (single > rock_share * level[:, None]).any(axis=0)
     size = (single / level[:, None]).max(axis=0)
     order = np.lexsort([np.arange(len(size)), -size])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,8 +73,7 @@ def pack_longest_first(packing: Packing) -> Ints | None:
     if packing.allowed is not None:
         is_rock |= ~packing.allowed.all(axis=1)
     bins = _Bins(packing, heights, base)
-    rocks = order[is_rock[order]].tolist()
-    if all(bins.put_best(item) for item in rocks) and bins.pour(order[~is_rock[order]]):
+    if bins.put(order[is_rock[order]]) and bins.pour(order[~is_rock[order]]):
         return bins.bin_of
     return pack_tightly(packing)
 
@@ -92,61 +93,66 @@ def pack_tightly(packing: Packing) -> Ints | None:
 
 
 class _Bins:
-    """Bins being filled; the heaps hold (height, bin) of each class."""
+    """Bins being filled, by class; the heaps hold (height, bin) of each class that has bins."""
 
     def __init__(self, packing: Packing, heights: Floats, base: Floats) -> None:
-        self.packing, self.num_classes = packing, heights.shape[1]
-        self.rises = heights.ravel().tolist()  # of item i in a bin of class k: [i * num_classes + k]
+        self.packing = packing
+        self.used, self.kind = np.unique(packing.bin_class, return_inverse=True)
+        self.heights = heights[:, self.used]
         self.bin_of = np.full(len(heights), -1, dtype=np.int64)
         self.free = packing.capacity_tokens.tolist()
-        self.heaps: list[list[tuple[float, int]]] = [[] for _ in range(self.num_classes)]
-        for index, (kind, height) in enumerate(zip(packing.bin_class.tolist(), base.tolist(), strict=True)):
+        self.heaps: list[list[tuple[float, int]]] = [[] for _ in self.used]
+        for index, (kind, height) in enumerate(zip(self.kind.tolist(), base.tolist(), strict=True)):
             self.heaps[kind].append((height, index))
         for heap in self.heaps:
             heapq.heapify(heap)
 
-    def put_best(self, item: int) -> bool:
-        """Put a large item where it ends lowest; False where no bin has room."""
-        need, rises = int(self.packing.tokens[item]), item * self.num_classes
-        best = None
-        for kind, heap in enumerate(self.heaps):
-            if not heap or (self.packing.allowed is not None and not self.packing.allowed[item, kind]):
-                continue
-            entry = heap[0] if self.free[heap[0][1]] >= need else self._lowest_with_room(heap, need)
-            if entry is None:
-                continue
-            level = entry[0] + self.rises[rises + kind]
-            if best is None or level < best[0]:
-                best = (level, kind, entry)
-        if best is None:
-            return False
-        level, kind, entry = best
-        heap = self.heaps[kind]
-        if heap[0] is entry:
-            heapq.heapreplace(heap, (level, entry[1]))
-        else:
-            heap[heap.index(entry)] = (level, entry[1])
-            heapq.heapify(heap)
-        self.free[entry[1]] -= need
-        self.bin_of[item] = entry[1]
+    def put(self, items: Ints) -> bool:
+        """Put large items, longest first, each where it ends lowest; False where no bin has room for one."""
+        free, heaps, placed = self.free, self.heaps, []
+        columns: list[Any] = [self.packing.tokens[items].tolist(), self.heights[items].tolist()]
+        allowed = self.packing.allowed
+        columns.append(repeat(None) if allowed is None else allowed[np.ix_(items, self.used)].tolist())
+        for need, rises, may in zip(*columns, strict=False):
+            lowest, into, found = np.inf, -1, (0.0, -1)
+            for kind, heap in enumerate(heaps):
+                entry = heap[0]
+                if entry[0] + rises[kind] >= lowest or (may and not may[kind]):
+                    continue
+                if free[entry[1]] < need:
+                    entry = min((other for other in heap if free[other[1]] >= need), default=(np.inf, -1))
+                if entry[0] + rises[kind] < lowest:
+                    lowest, into, found = entry[0] + rises[kind], kind, entry
+            if into < 0:
+                return False
+            heap, index = heaps[into], found[1]
+            if heap[0] is found:
+                heapq.heapreplace(heap, (lowest, index))
+            else:
+                heap[heap.index(found)] = (lowest, index)
+                heapq.heapify(heap)
+            free[index] -= need
+            placed.append(index)
+        self.bin_of[items] = placed
         return True
-
-    def _lowest_with_room(self, heap: list[tuple[float, int]], need: int) -> tuple[float, int] | None:
-        return min((entry for entry in heap if self.free[entry[1]] >= need), default=None)
 
     def pour(self, items: Ints) -> bool:
         """Put small items, longest first, each into the lowest bin that has room; False where none has."""
         heap = [entry for heap in self.heaps for entry in heap]
         heapq.heapify(heap)
-        classes, free, rises = self.packing.bin_class.tolist(), self.free, self.rises
+        free, kinds, num_kinds, replace = self.free, self.kind.tolist(), len(self.heaps), heapq.heapreplace
+        rises = self.heights[items].ravel().tolist()  # of item i in a bin of class k: [i * num_kinds + k]
         placed, full = [], []
-        for need, at in zip(self.packing.tokens[items].tolist(), (items * self.num_classes).tolist(), strict=True):
-            while heap and free[heap[0][1]] < need:
-                full.append(heapq.heappop(heap))
-            if not heap:
-                return False
+        at = 0
+        for need in self.packing.tokens[items].tolist():
             level, index = heap[0]
-            heapq.heapreplace(heap, (level + rises[at + classes[index]], index))
+            while free[index] < need:
+                full.append(heapq.heappop(heap))
+                if not heap:
+                    return False
+                level, index = heap[0]
+            replace(heap, (level + rises[at + kinds[index]], index))
+            at += num_kinds
             free[index] -= need
             placed.append(index)
             while full:
@@ -168,17 +174,29 @@ def _descend(packing: Packing, bin_of: Ints, norm_doublings: int, max_steps: int
     round_ = _Round(packing, bin_of, norm_doublings)
     best_s = round_.makespan_s
     for _ in range(max_steps):
-        gain, item, partner, target = max(round_.best_change(hot) for hot in round_.highest_bins())
-        if gain <= MIN_GAIN or num_vain == PATIENCE:
+        change = max(round_.best_change(hot) for hot in round_.highest_bins())
+        if change.gain <= MIN_GAIN or num_vain == PATIENCE:
             break
-        if partner >= 0:
-            bin_of[partner] = bin_of[item]
-        bin_of[item] = target
+        if change.partner >= 0:
+            bin_of[change.partner] = bin_of[change.item]
+        bin_of[change.item] = change.target
         round_ = _Round(packing, bin_of, norm_doublings)
         num_vain += 1
         if round_.makespan_s < best_s:
             best, best_s, num_vain = bin_of.copy(), round_.makespan_s, 0
     return best
+
+
+class _Change(NamedTuple):
+    """An item goes to the bin `target`, and `partner` comes from there in exchange, unless that is -1.
+
+    gain: as a share of the makespan.
+    """
+
+    gain: float
+    item: int
+    partner: int
+    target: int
 
 
 class _Round:
@@ -205,30 +223,38 @@ class _Round:
         """The highest bin of every dimension, each once."""
         return sorted(set(self.loads.argmax(axis=1).tolist()))
 
-    def best_change(self, hot: int) -> tuple[float, int, int, int]:
-        """(relative gain, item of bin `hot`, item that it swaps with or -1, the item's new bin)."""
+    def best_change(self, hot: int) -> _Change:
+        """Of all changes of an item of bin `hot`, the one after which the norm is least."""
         packing = self.packing
         items = _every_kth(np.flatnonzero(self.bin_of == hot))
         partners, targets = self._partners(hot)
         if not len(items) or not len(targets):
-            return (0.0, -1, -1, -1)
+            return _Change(0.0, -1, -1, -1)
         is_swap = partners >= 0
         hot_class, target_class = packing.bin_class[hot], packing.bin_class[targets]
-        arriving = packing.loads[:, partners, hot_class] * is_swap
+        # All as shares of the highest bin of their dimension, before they broadcast to items x partners.
+        scale = self.scale[:, None]
+        moving = packing.loads[:, items] / scale[:, None]
+        arriving = packing.loads[:, partners, hot_class] * is_swap / scale
         leaving = packing.loads[:, partners, target_class] * is_swap
-        new_hot = (self.loads[:, [hot]] - packing.loads[:, items, hot_class])[:, :, None] + arriving[:, None, :]
-        new_target = (self.loads[:, targets] - leaving)[:, None, :] + packing.loads[:, items][:, :, target_class]
-
-        scale = self.scale[:, None, None]
-        powers = _power(new_hot / scale, self.doublings)
-        powers += _power(new_target / scale, self.doublings)
+        powers = np.empty((2, len(scale), len(items), len(partners)))
+        np.add((self.loads[:, [hot]] / scale - moving[:, :, hot_class])[:, :, None], arriving[:, None], out=powers[0])
+        np.take(moving, target_class, axis=2, out=powers[1])
+        powers[1] += ((self.loads[:, targets] - leaving) / scale)[:, None]
+        powers = _power(powers, self.doublings)
         # Rounding may leave less than nothing where both bins are nearly empty.
-        powers += np.maximum(self.total[:, None] - self.powers[:, [hot]] - self.powers[:, targets], 0)[:, None, :]
-        norm_s = np.tensordot(self.scale, _root(powers, self.doublings), axes=1)
-        norm_s[~self._fits(items, partners, targets, hot)] = np.inf
-        row, column = np.unravel_index(int(norm_s.argmin()), norm_s.shape)
+        rest = np.maximum(self.total[:, None] - self.powers[:, [hot]] - self.powers[:, targets], 0)
+        norm = powers[0]
+        norm += powers[1]
+        norm += rest[:, None]
+        norm_s = np.where(
+            self._fits(items, partners, targets, hot),
+            (self.scale @ _root(norm, self.doublings).reshape(len(scale), -1)).reshape(norm.shape[1:]),
+            np.inf,
+        )
+        row, column = divmod(int(norm_s.argmin()), len(partners))
         gain = (self.norm_s - float(norm_s[row, column])) / self.makespan_s
-        return gain, int(items[row]), int(partners[column]), int(targets[column])
+        return _Change(gain, int(items[row]), int(partners[column]), int(targets[column]))
 
     def _partners(self, hot: int) -> tuple[Ints, Ints]:
         """What an item of bin `hot` may trade with: nothing (-1) in a lower bin, or an item of a low bin."""
@@ -257,7 +283,7 @@ def _every_kth(items: Ints) -> Ints:
 def _power(x: Floats, doublings: int) -> Floats:
     x = x * x
     for _ in range(doublings - 1):
-        x *= x
+        np.multiply(x, x, out=x)
     return x
 
 

@@ -44,10 +44,9 @@ NUM_SETTLED = 2
 def plan_repack_parents(problem: StepProblem, options: RepackOptions) -> Planned:
     """As `plan_repack`, after rebalancing parents; `moved` counts samples that `dynamic` put into another group."""
     results = fastest_step(problem, options, lambda division: _improve_step(problem, division, options))
-    microbatches = tuple(result.microbatch for result in results)
     before = [groupings[0].parents() for groupings in group_step(problem, options)]
-    moved = _count_moved(before, [microbatch.parents for microbatch in microbatches])
-    return microbatches, {**count_parents(results), "moved": moved}
+    moved = _count_moved(before, [result.parents for result in results])
+    return tuple(result.microbatch(problem) for result in results), {**count_parents(results), "moved": moved}
 
 
 def _improve_step(problem: StepProblem, division: Division, options: RepackOptions) -> list[Repacked]:
@@ -56,19 +55,20 @@ def _improve_step(problem: StepProblem, division: Division, options: RepackOptio
         _improve(problem, result, options) if wants_wide(problem, groupings[0].samples, options) else result
         for groupings, result in zip(division, before, strict=True)
     ]
-    return keep_if_faster(problem, after, before)
+    return before if after == before else keep_if_faster(problem, after, before)
 
 
 def _improve(problem: StepProblem, best: Repacked, options: RepackOptions) -> Repacked:
     """The best of other groups and memberships, found with the loads that hold after repacking."""
-    parents, cluster = best.microbatch.parents, problem.cluster
+    parents, cluster = best.parents, problem.cluster
     samples = np.sort(np.concatenate([parent.samples for parent in parents])).astype(np.int64)
+    few = len(samples) <= MANY_SAMPLES
     candidates = [
-        tile_cluster(tuple(parent.sp_degree for parent in parents), cluster.num_ranks, cluster.ranks_per_node),
-        *partitions(problem, samples, widths_allowed(problem, options.max_sp_degree)),
+        tile_cluster(tuple(parent.sp_degree for parent in parents), cluster.num_ranks, cluster.ranks_per_node)
     ]
-
-    class_of, few = repacked_class(problem, options), len(samples) <= MANY_SAMPLES
+    if few:  # many samples balance in the groups that they have, if in any
+        candidates += partitions(problem, samples, widths_allowed(problem, options.max_sp_degree))
+    class_of = repacked_class(problem, options)
     found = with_wide(problem, group_samples(problem, samples, candidates, class_of, thorough=few), options)
     for grouping in found[: num_others(problem)]:
         best = try_grouping(problem, best, grouping, grouping.estimate_s, options)
@@ -80,7 +80,7 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
 
     Children are whole samples on few ranks, so not level, and some of them exchange.
     """
-    parents = best.microbatch.parents
+    parents = best.parents
     samples = np.concatenate([parent.samples for parent in parents]).astype(np.int64)
     partition = Partition(*np.array([(parent.first_rank, parent.sp_degree) for parent in parents], dtype=np.int64).T)
     (task,) = make_tasks(problem, samples, [partition], repacked_class(problem, options))
@@ -100,11 +100,10 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
 
 def _group_loads(problem: StepProblem, result: Repacked) -> Floats:
     """Predicted seconds of the slowest rank of each group, float64 [dims, groups]; dims as of `group_loads`."""
-    cost, microbatch = problem.cost, result.microbatch
-    head_s = cost.head_token_s * microbatch.tokens_per_rank(problem.cluster.num_ranks)
+    head_s = problem.cost.head_token_s * result.times(problem).tokens
     rank_s = np.concatenate([layers_s(problem, result), head_s[None]])
     by_dim = rank_s if problem.cluster.sync == "layer" else rank_s.sum(axis=0, keepdims=True)
-    return slowest(by_dim, microbatch.parents)
+    return slowest(by_dim, result.parents)
 
 
 def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:

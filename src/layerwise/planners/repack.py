@@ -8,12 +8,13 @@ predicts that children would be slower, or where a sample does not fit into a no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
-from layerwise.cost import Floats, MicrobatchTimes
+from layerwise.cost import Floats, MicrobatchTimes, Work
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.dynamic import ROUNDING, Division, divisions, level_s
@@ -42,23 +43,57 @@ class RepackOptions(GroupOptions):
     fallback: bool = True
 
 
+LayOut = Callable[..., MicrobatchPlan]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Repacked:
-    """A micro-batch and its prediction, with the number of parents that could have been and were repacked."""
+    """Groups of a micro-batch, and the children of some; laid out and predicted when that is asked for.
 
-    microbatch: MicrobatchPlan
-    times: MicrobatchTimes
-    num_parents: int
-    num_repacked: int
+    wide: the groups that could have children. layout: makes shards and tiles, as `lay_out` does.
+    """
 
-    def beats(self, other: Repacked) -> bool:
+    parents: tuple[Parent, ...]
+    wide: tuple[Parent, ...]
+    children: dict[Parent, Placement]
+    layout: LayOut
+
+    @property
+    def num_repacked(self) -> int:
+        """How many parents have children."""
+        return len(self.children)
+
+    def microbatch(self, problem: StepProblem) -> MicrobatchPlan:
+        """Shards and tiles of all groups."""
+        return self._laid_out(problem, self.parents)
+
+    def times(self, problem: StepProblem) -> MicrobatchTimes:
+        """The prediction. Groups share no rank, so those that never have children are predicted once for all."""
+        narrow = tuple(parent for parent in self.parents if parent not in self.wide)
+        works = [self._work(problem, part) for part in (narrow, self.wide) if part]
+        return problem.once(self._about("times", self.parents), lambda: problem.cost.time_works(works))
+
+    def beats(self, problem: StepProblem, other: Repacked) -> bool:
         """Predicted to be faster, or as fast with fewer bytes between nodes."""
-        mine, theirs = self.times, other.times
+        mine, theirs = self.times(problem), other.times(problem)
         return (mine.seconds, mine.slow_bytes) < (theirs.seconds, theirs.slow_bytes)
+
+    def _work(self, problem: StepProblem, parents: tuple[Parent, ...]) -> Work:
+        return problem.once(self._about("work", parents), lambda: problem.cost.work(self._laid_out(problem, parents)))
+
+    def _laid_out(self, problem: StepProblem, parents: tuple[Parent, ...]) -> MicrobatchPlan:
+        lengths, attention = problem.lengths, problem.cost.attention
+        children = {parent: self.children[parent] for parent in parents if parent in self.children}
+        return problem.once(
+            self._about("shards and tiles", parents), lambda: self.layout(lengths, attention, parents, children)
+        )
+
+    def _about(self, what: str, parents: tuple[Parent, ...]) -> tuple[Any, ...]:
+        """A question about these groups, of which some have children."""
+        return (what, parents, tuple(parent for parent in parents if parent in self.children), self.layout)
 
 
 Planned = tuple[tuple[MicrobatchPlan, ...], dict[str, int]]
-LayOut = Callable[..., MicrobatchPlan]
 
 
 def plan_repack(problem: StepProblem, options: RepackOptions, layout: LayOut = lay_out) -> Planned:
@@ -68,7 +103,7 @@ def plan_repack(problem: StepProblem, options: RepackOptions, layout: LayOut = l
     makes shards and tiles of parents and children, as `lay_out` does.
     """
     results = fastest_step(problem, options, lambda division: repack_step(problem, division, options, layout))
-    return tuple(result.microbatch for result in results), count_parents(results)
+    return tuple(result.microbatch(problem) for result in results), count_parents(results)
 
 
 def fastest_step(
@@ -89,14 +124,14 @@ def repack_step(
     problem: StepProblem, division: Division, options: RepackOptions, layout: LayOut = lay_out
 ) -> list[Repacked]:
     """The best grouping of each micro-batch once it is repacked; no slower than `dynamic` where it may fall back."""
+    first = [repack_microbatch(problem, groupings[0].parents(), options, layout) for groupings in division]
     results = []
-    for groupings in division:
-        best = repack_microbatch(problem, groupings[0].parents(), options, layout)
+    for groupings, best in zip(division, first, strict=True):
         for least_s, found in _promising(problem, groupings, options):
             best = try_grouping(problem, best, found, least_s, options, layout)
         results.append(best)
     if options.fallback and problem.cluster.sync == "step":
-        unchanged = [_unchanged(problem, groupings[0].parents(), options, layout) for groupings in division]
+        unchanged = [replace(result, children={}) for result in first]
         results = keep_if_faster(problem, results, unchanged)
     return results
 
@@ -113,17 +148,17 @@ def try_grouping(
 
     Without fallback, all its parents must have been repacked.
     """
-    if problem.estimates_are_bounds and least_s > (1 + ROUNDING) * best.times.seconds:
+    if problem.estimates_are_bounds and least_s > (1 + ROUNDING) * best.times(problem).seconds:
         return best
     result = repack_microbatch(problem, found.parents(), options, layout)
-    is_legal = options.fallback or result.num_repacked == result.num_parents
-    return result if is_legal and result.beats(best) else best
+    is_legal = options.fallback or result.num_repacked == len(result.wide)
+    return result if is_legal and result.beats(problem, best) else best
 
 
 def _promising(problem: StepProblem, groupings: list[Grouping], options: RepackOptions) -> list[tuple[float, Grouping]]:
     """Groupings with wide groups, packed as `dynamic` packs them, that the loads after repacking favour; and those."""
     samples = groupings[0].samples
-    if wants_wide(problem, samples, options):
+    if len(samples) <= MANY_SAMPLES and wants_wide(problem, samples, options):
         candidates = partitions(problem, samples, widths_allowed(problem, options.max_sp_degree))
         groupings = problem.once(
             ("all groups", options.max_sp_degree, samples.tobytes()),
@@ -163,11 +198,11 @@ def num_others(problem: StepProblem) -> int:
     return 2 * NUM_OTHERS if count <= HANDFUL else NUM_OTHERS if count <= MANY_SAMPLES else 1
 
 
-def fastest(results: Sequence[Repacked]) -> Repacked:
+def fastest(problem: StepProblem, results: Sequence[Repacked]) -> Repacked:
     """The one that no other beats; the first of equals."""
     best = results[0]
     for result in results[1:]:
-        best = result if result.beats(best) else best
+        best = result if result.beats(problem, best) else best
     return best
 
 
@@ -177,23 +212,18 @@ def keep_if_faster(problem: StepProblem, new: list[Repacked], old: list[Repacked
 
 
 def _step_s(problem: StepProblem, results: list[Repacked]) -> float:
-    return problem.cost.step_s([result.times for result in results])
+    return problem.cost.step_s([result.times(problem) for result in results])
 
 
 def count_parents(results: list[Repacked]) -> dict[str, int]:
     """Counters for the notes of a plan."""
-    parents, repacked = (sum(getattr(r, name) for r in results) for name in ("num_parents", "num_repacked"))
+    parents, repacked = sum(len(r.wide) for r in results), sum(r.num_repacked for r in results)
     return {"parents": parents, "repacked": repacked, "fallbacks": parents - repacked}
 
 
 def narrowest_wide(problem: StepProblem, options: RepackOptions) -> int:
     """Children can help parents of more ranks than this."""
     return 1 if options.repack_within_node else problem.cluster.ranks_per_node
-
-
-def is_wide(problem: StepProblem, parent: Parent, options: RepackOptions) -> bool:
-    """Whether children can help this parent."""
-    return parent.sp_degree > narrowest_wide(problem, options)
 
 
 def repack_microbatch(
@@ -207,22 +237,18 @@ def repack_microbatch(
 def _repack_microbatch(
     problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions, layout: LayOut
 ) -> Repacked:
-    solutions = {p: solve_children(problem, p) for p in parents if is_wide(problem, p, options)}
+    wide = tuple(parent for parent in parents if parent.sp_degree > narrowest_wide(problem, options))
+    solutions = {parent: solve_children(problem, parent) for parent in wide}
     children = {parent: placement for parent, placement in solutions.items() if placement is not None}
-    everywhere = _lay_out(problem, parents, children, options, layout)
+    everywhere = Repacked(parents=parents, wide=wide, children=children, layout=layout)
     if not options.fallback or not children:
         return everywhere
-    nowhere = _unchanged(problem, parents, options, layout)
+    nowhere = replace(everywhere, children={})
     attempts = [nowhere, everywhere]
     gain = _gainers(problem, nowhere, everywhere, tuple(children))
     if 0 < len(gain) < len(children):
-        attempts.insert(1, _lay_out(problem, parents, {p: children[p] for p in gain}, options, layout))
-    return fastest(attempts)
-
-
-def _unchanged(problem: StepProblem, parents: tuple[Parent, ...], options: RepackOptions, layout: LayOut) -> Repacked:
-    """No parent repacked."""
-    return problem.once(("unchanged", parents, layout), lambda: _lay_out(problem, parents, {}, options, layout))
+        attempts.insert(1, replace(everywhere, children={parent: children[parent] for parent in gain}))
+    return fastest(problem, attempts)
 
 
 def _gainers(problem: StepProblem, wide: Repacked, repacked: Repacked, parents: tuple[Parent, ...]) -> list[Parent]:
@@ -233,25 +259,10 @@ def _gainers(problem: StepProblem, wide: Repacked, repacked: Repacked, parents: 
 
 def layers_s(problem: StepProblem, result: Repacked) -> Floats:
     """Predicted seconds of all layers of each kind, float64 [kinds, ranks]."""
-    return np.stack([layer.num_layers * result.times.times[layer.kind].total_s for layer in problem.cost.layers])
+    times = result.times(problem).times
+    return np.stack([layer.num_layers * times[layer.kind].total_s for layer in problem.cost.layers])
 
 
 def slowest(rank_s: Floats, parents: tuple[Parent, ...]) -> Floats:
     """Of seconds [rows, ranks], those of each parent's slowest rank, float64 [rows, parents]."""
     return np.stack([rank_s[:, p.first_rank : p.first_rank + p.sp_degree].max(axis=1) for p in parents], axis=1)
-
-
-def _lay_out(
-    problem: StepProblem,
-    parents: tuple[Parent, ...],
-    children: dict[Parent, Placement],
-    options: RepackOptions,
-    layout: LayOut,
-) -> Repacked:
-    microbatch = layout(problem.lengths, problem.cost.attention, parents, children)
-    return Repacked(
-        microbatch=microbatch,
-        times=problem.cost.time_microbatch(microbatch),
-        num_parents=sum(is_wide(problem, parent, options) for parent in parents),
-        num_repacked=len(children),
-    )
