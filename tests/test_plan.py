@@ -169,10 +169,12 @@ def test_bad_plan_files() -> None:
     text = _plan().to_json()
     data = json.loads(text)
     data["microbatches"][0]["shards"][0][3] = 4
-    lacking = json.loads(text)
-    del lacking["layer_types"]
+    whole = json.loads(text)
+    lacking = [json.dumps({key: whole[key] for key in whole if key != missing}) for missing in whole]
+    assert len(lacking) > 10
     for broken in (
-        json.dumps(lacking),
+        *lacking,
+        json.dumps({**whole, "surplus": 1}),
         text[: len(text) // 2],
         "[]",
         "{}",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from layerwise.cost import Floats
+from layerwise.train.profile import silence_kineto
 
 
 def interleaved_s(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Floats]:
@@ -34,6 +35,7 @@ def ratio(ours: Floats, theirs: Floats) -> tuple[float, float]:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that tensors made while `run` runs hold at a time, what it returns included."""
+    silence_kineto()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -277,7 +277,7 @@ class StepPlan:
             data["layer_types"] = tuple(data["layer_types"])
             data["attention"] = {kind: AttentionSpec(**spec) for kind, spec in data["attention"].items()}
             data["microbatches"] = tuple(_microbatch_from(m) for m in data["microbatches"])
-            plan = cls(**data)
+            plan = cls(**{f.name: data.pop(f.name) for f in fields(cls)}, **data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"not a readable plan file: {error}") from error
         plan.validate()

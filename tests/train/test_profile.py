@@ -101,13 +101,14 @@ def train_with_slow_attention(out: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_profiled_run(tmp_path: Path) -> None:
+def test_a_profiled_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     # As from a command line: ranks forked from a process in which others ran may inherit broken threads.
     process = get_context("spawn").Process(target=train_with_slow_attention, args=(out,))
     process.start()
     process.join()
     assert process.exitcode == 0
+    assert "profiler_start" not in capfd.readouterr().err
     rows = metrics(out)
 
     summary = json.loads((out / "profile" / "steps.json").read_text())

@@ -203,4 +203,4 @@ def _ranks_text(option: Option) -> str:
 
 
 def _difference(seconds: float, planned_s: float) -> str:
-    return f"{1e3 * (seconds - planned_s):+,.4g} ms ({100 * (seconds / planned_s - 1):+.2f}%)"
+    return f"{1e3 * (seconds - planned_s):+,.4g} ms ({100 * (seconds / planned_s - 1):+,.2f}%)"

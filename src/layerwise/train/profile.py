@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,11 @@ OPTIMIZER, OTHER = "optimizer", "other"
 _STEP, _RANGES, _BACKWARD = "ProfilerStep", "layerwise.", "autograd::engine::evaluate_function"
 
 
+def silence_kineto() -> None:
+    """Keep torch's profiler from telling stderr on every rank that it starts and stops, unless a level is set."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # one above those messages, its highest
+
+
 class StepProfiler:
     """Profiles NUM_STEPS steps after the first NUM_BEFORE, of a model with layers of these kinds.
 
@@ -34,6 +40,7 @@ class StepProfiler:
         self._microseconds = [0] * len(self._sections)
         self._num_taken, self._num_steps, self._is_told = 0, 0, False
         folder.mkdir(parents=True, exist_ok=True)
+        silence_kineto()
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
             schedule=schedule(wait=NUM_BEFORE - 1, warmup=1, active=NUM_STEPS, repeat=1),
