@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerwise.errors import SpecError
 from layerwise.exchange import Count, Meter
-from layerwise.groups import LocalWorld, World
+from layerwise.groups import LocalWorld, World, solo_world
 from layerwise.plan import StepPlan
 from layerwise.runtime import agree, attention, build_routes, use_routes
 from layerwise.spec import AttentionSpec
@@ -167,3 +168,9 @@ def _blocks(plan: StepPlan, kind: str):
     from layerwise.traffic import exchange_blocks
 
     return exchange_blocks(plan.microbatches[0], kind, plan.num_ranks, plan.ranks_per_node)
+
+
+def test_an_unknown_backend_is_refused_before_any_layer() -> None:
+    plan = random_step(np.random.default_rng(0), [3], specs(2, 2), 1, 1)
+    with pytest.raises(SpecError, match=r"unknown attention backend 'flsh'; legal: auto, .*flash"):
+        build_routes(plan, 0, solo_world(), backend="flsh")

@@ -37,7 +37,7 @@ from layerwise.exchange import (
     range_name,
 )
 from layerwise.groups import World
-from layerwise.kernels import Kernel
+from layerwise.kernels import Kernel, check_backend
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
 from layerwise.route import Move, Route, block_of, build_move, build_parts, build_route
 from layerwise.runtime.attention_call import attend, check_call
@@ -120,13 +120,16 @@ def build_routes(
     """The routes of this rank for micro-batch `index` of the plan. No collective: it may run ahead, on any thread.
 
     Each of the plan's `overlap_parts` has two all-to-alls of its own; their bytes are together what they are without
-    parts. Raises SpecError where plan and world differ.
+    parts. Raises SpecError where plan and world differ or nothing is known of the backend, UnsupportedError where its
+    package is missing.
     """
     if (plan.num_ranks, plan.ranks_per_node) != (world.num_ranks, world.ranks_per_node):
         raise SpecError(
             f"the plan is for {plan.num_ranks} ranks, {plan.ranks_per_node} per node, but the run has "
             f"{world.num_ranks} ranks, {world.ranks_per_node} per node: plan with the cluster that you run on"
         )
+    if isinstance(backend, str):
+        check_backend(backend)
     for kind, spec in plan.attention.items():
         if spec.linear and not spec.mixer:
             raise SpecError(
