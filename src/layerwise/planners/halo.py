@@ -21,7 +21,7 @@ from layerwise.planners.partitions import widths_allowed
 from layerwise.planners.problem import GroupOptions, StepProblem
 
 # Other groups are sought only where no bound forbids that they save more than this share of the seconds.
-WORTHWHILE = 0.01
+WORTHWHILE = 0.02
 
 HaloSamples = dict[str, NDArray[np.bool_]]
 
@@ -110,8 +110,12 @@ def lay_out_halos(
 ) -> MicrobatchPlan:
     """Heads over the block of each sample, or each shard's own queries and a halo of keys."""
     tiles: dict[str, Table[Tile]] = {}
+    whole = batched(placement, problem.lengths)
     for layer in problem.cost.layers:
         halo = with_halo[layer.kind]
+        if not halo.any():
+            tiles[layer.kind] = tile_table(tile_rows(whole, layer.spec))
+            continue
         by_heads = ~halo[placement.sample]
         rest = Placement(placement.sample[by_heads], placement.first[by_heads], placement.degree[by_heads])
         rows = tile_rows(batched(rest, problem.lengths), layer.spec)
