@@ -13,6 +13,7 @@ from layerwise.planners.layout import batched, lay_out, shard_rows
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.redistribute import lay_out_apart
 from layerwise.planners.repack import Repacked, RepackOptions, keep_if_faster, repack_microbatch
+from layerwise.spec import ClusterSpec, ModelSpec
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, wide_plan
 
 MANY_NODES = WIDE_CLUSTER.model_copy(update={"num_nodes": 8})
@@ -229,6 +230,35 @@ def test_repack_within_node_repacks_narrow_parents() -> None:
     assert parents
     assert all(p.repacked for p in parents)
     assert wide_plan("repack", lengths, max_sp_degree=8).notes["parents"] == 0
+
+
+def test_members_may_leave_a_group_without_any() -> None:
+    """Settling moves the last sample out of a group, then settles again."""
+    cluster = ClusterSpec(
+        num_nodes=4,
+        ranks_per_node=8,
+        fast_bytes_per_s=38363925926.69864,
+        slow_bytes_per_s=18599967883.832268,
+        message_latency_s=1e-4,
+        peak_flops_per_s=676056926.2527595,
+        overlap_parts=2,
+    )
+    model = ModelSpec(
+        num_layers=2,
+        layer_types=("full_attention", "sliding_attention"),
+        hidden_size=64,
+        vocab_size=97,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        sliding_window=512,
+        intermediate_size=64,
+    )
+    lengths = [4, 3, 16, 7, 4, 6, 6, 4, 2, 6, 5, 4, 11, 2, 3, 6, 10, 9, 9, 1]
+    lengths += [8, 8, 9, 3, 8, 12, 18, 7, 2, 6, 9, 8, 22, 5, 2, 3, 9, 3, 2, 3]
+    options = {"strategy": "repack+parents", "max_tokens_per_rank": 6, "repack_within_node": True}
+    plan = plan_step(lengths, cluster=cluster, model=model, **options)
+    assert plan.notes["moved"] > 0
 
 
 def test_parent_solver_moves_samples_and_gains() -> None:

@@ -28,8 +28,6 @@ from layerwise.planners.repack import RepackOptions
 
 # Above this share over the mean, the fullest rank's tokens are worth spreading a sample over all ranks.
 UNEVEN = 0.003
-# Estimates closer than this do not say which plan is faster: both are predicted.
-DOUBT = 0.05
 
 
 class _Nested(NamedTuple):
@@ -54,10 +52,6 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[Micro
     if not options.fallback:
         return own, {"fallbacks": 0}
     dynamic = group_step(problem, options)
-    if len(problem.lengths) > MANY_SAMPLES and problem.estimates_are_bounds:
-        own_s, dynamic_s = sum(part.estimate_s for part in nested), sum(found[0].estimate_s for found in dynamic)
-        if own_s * (1 + DOUBT) < dynamic_s:
-            return own, {"fallbacks": 0}
     best, best_s = own, problem.predicted_s(own)
     hopeless = len(problem.lengths) > HANDFUL and least_s(problem, dynamic) > (1 + ROUNDING) * best_s
     for rival in [] if hopeless else _rivals(problem, options, dynamic):

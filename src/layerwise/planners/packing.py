@@ -241,7 +241,8 @@ class _Round:
         np.add((self.loads[:, [hot]] / scale - moving[:, :, hot_class])[:, :, None], arriving[:, None], out=powers[0])
         np.take(moving, target_class, axis=2, out=powers[1])
         powers[1] += ((self.loads[:, targets] - leaving) / scale)[:, None]
-        powers = _power(powers, self.doublings)
+        with np.errstate(over="ignore"):  # a bin far above all others
+            powers = _power(powers, self.doublings)
         # Rounding may leave less than nothing where both bins are nearly empty.
         rest = np.maximum(self.total[:, None] - self.powers[:, [hot]] - self.powers[:, targets], 0)
         norm = powers[0]

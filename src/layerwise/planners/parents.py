@@ -86,7 +86,7 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
     (task,) = make_tasks(problem, samples, [partition], repacked_class(problem, options))
     bin_of = np.repeat(np.arange(len(parents)), [len(parent.samples) for parent in parents])
     for _ in range(NUM_SETTLED):
-        beyond_s = _group_loads(problem, best) - task.packing.bin_loads(bin_of)
+        beyond_s = _group_loads(problem, best, parents) - task.packing.bin_loads(bin_of)
         moved = refine(replace(task.packing, base=task.packing.base + beyond_s), bin_of)
         if np.array_equal(moved, bin_of):
             break
@@ -98,12 +98,15 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
     return best
 
 
-def _group_loads(problem: StepProblem, result: Repacked) -> Floats:
-    """Predicted seconds of the slowest rank of each group, float64 [dims, groups]; dims as of `group_loads`."""
+def _group_loads(problem: StepProblem, result: Repacked, groups: tuple[Parent, ...]) -> Floats:
+    """Predicted seconds of the slowest rank of each group, float64 [dims, groups]; dims as of `group_loads`.
+
+    The result has the same groups, but for those that lost all their samples.
+    """
     head_s = problem.cost.head_token_s * result.times(problem).tokens
     rank_s = np.concatenate([layers_s(problem, result), head_s[None]])
     by_dim = rank_s if problem.cluster.sync == "layer" else rank_s.sum(axis=0, keepdims=True)
-    return slowest(by_dim, result.parents)
+    return slowest(by_dim, groups)
 
 
 def _count_moved(before: list[tuple[Parent, ...]], after: list[tuple[Parent, ...]]) -> int:
