@@ -9,7 +9,7 @@ import torch
 from layerwise import LocalWorld
 from layerwise.exchange import STAGING
 from layerwise.groups import World
-from layerwise.kernels.rows import Pieces
+from layerwise.kernels.pieces import Pieces
 from layerwise.plan import StepPlan
 from layerwise.route import Runs, build_route, cut, runs
 from layerwise.spec import AttentionSpec

@@ -17,7 +17,8 @@ from torch import Tensor
 from layerwise import LocalWorld
 from layerwise.exchange import Site, exchange
 from layerwise.groups import World
-from layerwise.kernels.rows import Moves, Pieces, move_rows
+from layerwise.kernels.pieces import Moves, Pieces
+from layerwise.kernels.rows import move_rows
 from layerwise.runtime import build_routes, plan_blocks
 from layerwise.spec import AttentionSpec
 from tests.random_plans import random_step

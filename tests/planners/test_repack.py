@@ -199,7 +199,7 @@ def test_gains_of_microbatches_must_add_up() -> None:
     rank_s: dict[Repacked, np.ndarray] = {}
 
     def with_rank_s(*seconds: float) -> Repacked:
-        timed = Timed(parents=some.parents, wide=(), children={}, layout=some.layout)
+        timed = Timed(**vars(some))
         rank_s[timed] = np.array(seconds)
         return timed
 

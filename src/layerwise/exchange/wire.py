@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.kernels.rows import Moves, Pieces
+from layerwise.kernels.pieces import Moves, Pieces
 from layerwise.plan import Ints
 from layerwise.route import RowMap, Side
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerwise.kernels.rows import Moves, Pieces
+from layerwise.kernels.pieces import Moves, Pieces
 from layerwise.plan import Ints
 
 CHUNK_TOKENS = 16

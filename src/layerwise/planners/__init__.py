@@ -8,22 +8,20 @@ from typing import Any, NamedTuple
 
 from layerwise.cost import CostModel
 from layerwise.errors import SpecError
-from layerwise.plan import Ints, MicrobatchPlan, StepPlan
+from layerwise.plan import Ints, StepPlan
 from layerwise.planners.dynamic import plan_dynamic
 from layerwise.planners.halo import HaloOptions, plan_halo
 from layerwise.planners.joint import JointOptions, plan_joint
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.problem import GroupOptions, StepProblem, check_lengths
 from layerwise.planners.redistribute import plan_redistribute
-from layerwise.planners.repack import RepackOptions, plan_repack
+from layerwise.planners.repack import Planned, RepackOptions, plan_repack
 from layerwise.planners.static import StaticOptions, plan_static
 from layerwise.spec import ClusterSpec, ModelSpec, record_from
 
 # Of a sample that spans n ranks, a layer has n x n pairs of shards and tiles to plan and predict.
 MAX_RANKS = 16384
 MAX_TOKENS_PER_RANK = 2**31 - 1
-
-Planned = tuple[tuple[MicrobatchPlan, ...], dict[str, int]]
 
 
 class Strategy(NamedTuple):

@@ -8,7 +8,7 @@ predicts that children would be slower, or where a sample does not fit into a no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -57,7 +57,6 @@ class Repacked:
     wide: tuple[Parent, ...]
     children: dict[Parent, Placement]
     layout: LayOut
-    known: dict[str, MicrobatchTimes] = field(init=False, default_factory=dict, repr=False)
 
     @property
     def num_repacked(self) -> int:
@@ -70,11 +69,12 @@ class Repacked:
 
     def times(self, problem: StepProblem) -> MicrobatchTimes:
         """The prediction. Groups share no rank, so those that never have children are predicted once for all."""
-        if "times" not in self.known:
+
+        def answer() -> MicrobatchTimes:
             narrow = tuple(parent for parent in self.parents if parent not in self.wide)
-            works = [self._work(problem, part) for part in (narrow, self.wide) if part]
-            self.known["times"] = problem.cost.time_works(works)
-        return self.known["times"]
+            return problem.cost.time_works([self._work(problem, part) for part in (narrow, self.wide) if part])
+
+        return problem.once(("times", self), answer)
 
     def beats(self, problem: StepProblem, other: Repacked) -> bool:
         """Predicted to be faster, or as fast with fewer bytes between nodes."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from layerwise.kernels import Segments
-from layerwise.kernels.rows import Pieces
+from layerwise.kernels.pieces import Pieces
 from layerwise.parts import split_tiles
 from layerwise.plan import Ints, MicrobatchPlan, Shard, Table, Tile
 from layerwise.route.runs import Cut, Runs, cut
