@@ -1,6 +1,8 @@
 """Every strategy makes valid plans for every world, head count and shape of step."""
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -189,3 +191,22 @@ def test_presets_plan(cluster: str, model: str) -> None:
     lengths = [60000, *long_tailed(0, 40, cap=20000, log_mean=7.0)]
     plan = plan_step(lengths, cluster=spec, model=decoder, strategy="repack+parents", max_tokens_per_rank=16384)
     assert 0 < predict(plan, spec, decoder).mfu < 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_short", [3, 40])
+def test_a_planned_step_is_freed_at_once(strategy: str, num_short: int) -> None:
+    """What is remembered of a step must not hold on to it: arrays in circles wait until many objects are made."""
+    options = {"static": {"sp_degree": 16}}.get(strategy, {})
+    planner = Planner(
+        strategy=strategy, cluster=WIDE_CLUSTER, model=WIDE_MODEL, max_tokens_per_rank=2560, options=options
+    )
+    gc.disable()
+    try:
+        problem = planner.pose([15_000, 9000, *long_tailed(1, num_short, cap=2000)])
+        planner.plan(problem)
+        step = weakref.ref(problem)
+        del problem
+        assert step() is None
+    finally:
+        gc.enable()

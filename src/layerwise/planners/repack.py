@@ -19,7 +19,7 @@ from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.children import solve_children
 from layerwise.planners.dynamic import ROUNDING, Division, divisions, level_s
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import ClassOf, Grouping, group_samples, seconds_with
+from layerwise.planners.grouping import Grouping, group_samples, seconds_with
 from layerwise.planners.layout import Placement, lay_out
 from layerwise.planners.partitions import partitions, widths_allowed
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, GroupOptions, StepProblem
@@ -190,9 +190,20 @@ def _repacked_s(problem: StepProblem, found: Grouping, options: RepackOptions) -
     return seconds_with(problem, found, repacked_class(problem, options))
 
 
-def repacked_class(problem: StepProblem, options: RepackOptions) -> ClassOf:
-    """The loads of groups after repacking, by their width."""
-    return lambda degree: GroupClass(degree, degree > narrowest_wide(problem, options))
+@dataclass(frozen=True)
+class RepackedClass:
+    """Groups of more than `narrowest` ranks are repacked: their loads after that, by width."""
+
+    narrowest: int
+
+    def __call__(self, degree: int) -> GroupClass:
+        """The class of groups of so many ranks."""
+        return GroupClass(degree, degree > self.narrowest)
+
+
+def repacked_class(problem: StepProblem, options: RepackOptions) -> RepackedClass:
+    """The loads of groups after repacking. It is equal for equal steps, and holds on to none: steps remember by it."""
+    return RepackedClass(narrowest_wide(problem, options))
 
 
 def num_others(problem: StepProblem) -> int:
