@@ -13,8 +13,8 @@ from layerwise.planners.layout import batched, lay_out, shard_rows
 from layerwise.planners.problem import StepProblem
 from layerwise.planners.redistribute import lay_out_apart
 from layerwise.planners.repack import Repacked, RepackOptions, keep_if_faster, repack_microbatch
-from layerwise.spec import ClusterSpec, ModelSpec
-from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, wide_plan
+from layerwise.spec import ClusterSpec
+from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, long_tailed, make_model, wide_plan
 
 MANY_NODES = WIDE_CLUSTER.model_copy(update={"num_nodes": 8})
 LENGTHS = [13000, 2100, 1800, 1700, 900, 800, 750, 700, 600, 400, 350, 300, 120, 60, 20]
@@ -243,17 +243,8 @@ def test_members_may_leave_a_group_without_any() -> None:
         peak_flops_per_s=676056926.2527595,
         overlap_parts=2,
     )
-    model = ModelSpec(
-        num_layers=2,
-        layer_types=("full_attention", "sliding_attention"),
-        hidden_size=64,
-        vocab_size=97,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        sliding_window=512,
-        intermediate_size=64,
-    )
+    layers = {"num_layers": 2, "layer_types": ("full_attention", "sliding_attention"), "sliding_window": 512}
+    model = make_model(num_heads=4, hidden_size=64, vocab_size=97, **layers)
     lengths = [4, 3, 16, 7, 4, 6, 6, 4, 2, 6, 5, 4, 11, 2, 3, 6, 10, 9, 9, 1]
     lengths += [8, 8, 9, 3, 8, 12, 18, 7, 2, 6, 9, 8, 22, 5, 2, 3, 9, 3, 2, 3]
     options = {"strategy": "repack+parents", "max_tokens_per_rank": 6, "repack_within_node": True}

@@ -83,8 +83,8 @@ class KindPrediction(PassPrediction):
 class MicrobatchTimes:
     """How long one micro-batch takes: what plans are compared by.
 
-    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. head_s: of the LM head. tokens: at home, int64
-    [num_ranks].
+    rank_s: seconds of each rank if it never waited, float64 [num_ranks]. head_s: of the LM head.
+    tokens: at home, int64 [num_ranks].
     times: what one layer of each kind takes on every rank. slow_bytes: between nodes, all kinds, moves and ranks.
     """
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +48,7 @@ def join_works(works: Sequence[Work], layers: Iterable[LayerCost]) -> Work:
     """The work of a micro-batch from that of its parts, which are as it would be in the whole."""
     if len(works) == 1:
         return works[0]
-    tokens = {place: _sum([work.tokens[place] for work in works]) for place in works[0].tokens}
+    tokens = {place: reduce(add, [work.tokens[place] for work in works]) for place in works[0].tokens}
     times: dict[str, LayerTimes] = {
         layer.kind: _join_times([work.times[layer.kind] for work in works], layer, tokens[layer.kind])
         for layer in layers
@@ -59,10 +61,6 @@ def join_works(works: Sequence[Work], layers: Iterable[LayerCost]) -> Work:
 
 
 def _join_times(times: Sequence[LayerTimes], layer: LayerCost, tokens: Ints) -> LayerTimes:
-    joined = LayerTimes(**{f.name: _sum([getattr(part, f.name) for part in times]) for f in fields(LayerTimes)})
+    joined = LayerTimes(**{f.name: reduce(add, [getattr(part, f.name) for part in times]) for f in fields(LayerTimes)})
     # What is exposed on a rank follows from all that it does: idle parts would count it again.
     return replace(joined, exposed_s=layer.exposed_s(joined.compute_s, tokens))
-
-
-def _sum(parts: Sequence[Any]) -> Any:
-    return sum(parts[1:], start=parts[0])

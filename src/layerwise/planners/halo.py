@@ -67,11 +67,12 @@ def _divisions(problem: StepProblem, options: HaloOptions, wide: Division) -> li
     The latter only where halos could save a good part of what the groups of `dynamic` take with them.
     """
     fastest = [groupings[0] for groupings in wide]
-    divisions = [[[found._replace(estimate_s=seconds_with(problem, found, halo_class))] for found in fastest]]
+    with_halos = [[found._replace(estimate_s=seconds_with(problem, found, halo_class))] for found in fastest]
+    divisions = [with_halos]
     classes = [halo_class(degree) for degree in widths_allowed(problem, options.max_sp_degree)]
     if any(
         found.estimate_s > (1 + WORTHWHILE) * least_fluid_s(problem, found.samples, classes, found.estimate_s)
-        for (found,) in divisions[0]
+        for (found,) in with_halos
     ):
         divisions.append(group_step(problem, options, halo_class))
     different = {tuple(groupings[0].parents() for groupings in division): division for division in divisions}

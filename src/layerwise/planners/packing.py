@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,14 +109,14 @@ class _Bins:
     def put(self, items: Ints) -> bool:
         """Put large items, longest first, each where it ends lowest; False where no bin has room for one."""
         free, heaps, placed = self.free, self.heaps, []
-        columns: list[Any] = [self.packing.tokens[items].tolist(), self.heights[items].tolist()]
-        allowed = self.packing.allowed
-        columns.append(repeat(None) if allowed is None else allowed[np.ix_(items, self.used)].tolist())
-        for need, rises, may in zip(*columns, strict=False):
+        rises_s, allowed = self.heights[items], self.packing.allowed
+        may_enter = np.ones(rises_s.shape, bool) if allowed is None else allowed[np.ix_(items, self.used)]
+        columns = (column.tolist() for column in (self.packing.tokens[items], rises_s, may_enter))
+        for need, rises, may in zip(*columns, strict=True):
             lowest, into, found = np.inf, -1, (0.0, -1)
             for kind, heap in enumerate(heaps):
                 entry = heap[0]
-                if entry[0] + rises[kind] >= lowest or (may and not may[kind]):
+                if entry[0] + rises[kind] >= lowest or not may[kind]:
                     continue
                 if free[entry[1]] < need:
                     entry = min((other for other in heap if free[other[1]] >= need), default=(np.inf, -1))
