@@ -17,7 +17,7 @@ MODEL = [
     *("model.hidden_size=32", "model.vocab_size=64", "model.num_experts=4"),
     *("model.moe_intermediate_size=16", "model.shared_intermediate_size=16"),
 ]
-STEPS = ["tokens_per_step=600", "max_tokens_per_rank=700", "num_steps=8", "dtype=float64"]
+STEPS = ["tokens_per_step=600", "max_tokens_per_rank=700", "num_steps=8", "dtype=float64", "timeout_s=60"]
 
 
 def write_samples(folder: Path, num_samples: int = 60) -> Path:

@@ -1,13 +1,15 @@
 """Starting ranks: join what torchrun started, or fork local ranks from one warmed process.
 
 Forking has 16 gloo ranks up in well under a second, where starting 16 interpreters takes half a minute. The parent
-never computes, so no thread pool is inherited. It watches its children: when one ends badly it lets the others say
-their last words, ends them, and raises one RankFailedError that says which rank was at fault and where the others were.
+never computes, so no thread pool is inherited, and children never destroy what it used before. It watches them: when
+one ends badly it lets the others say their last words, ends them, and raises one RankFailedError that says which rank
+was at fault and where the others were.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import math
 import multiprocessing
@@ -134,6 +136,8 @@ def _fork(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
         raise SpecError("device=cuda needs torchrun, one process per GPU; ranks that are forked here use the CPU")
     # Optimizers import torch._dynamo when first used: 800 modules, in every rank unless the parent has them already.
     importlib.import_module("torch._dynamo")
+    # A process group that is garbage ends its threads here; in a child, which has none of them, it would wait for ever.
+    gc.collect()
     with tempfile.TemporaryDirectory(prefix="layerwise-") as folder:
         settings: dict[str, Any] = {"main": main, "num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
         settings |= {"timeout_s": timeout_s, "store": Path(folder) / "store"}
@@ -211,6 +215,7 @@ def _explain(words: dict[int, LastWord], num_ranks: int) -> Iterator[str]:
 
 
 def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
+    gc.freeze()  # what the parent used is never destroyed here
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
