@@ -10,7 +10,7 @@ from layerwise.cost import Floats
 from layerwise.plan import Parent
 from layerwise.planners.estimate import child_loads
 from layerwise.planners.layout import Placement, batched, place, tile_rows
-from layerwise.planners.nesting import Nest, nest
+from layerwise.planners.nesting import FINE, QUICK, THOROUGH, Nest, nest
 from layerwise.planners.problem import HANDFUL, MANY_SAMPLES, StepProblem
 from layerwise.spec import FULL
 
@@ -36,11 +36,11 @@ def solve_children(problem: StepProblem, parent: Parent) -> Placement | None:
         num_ranks=parent.sp_degree,
         ranks_per_node=node_ranks,
         capacity_tokens=problem.max_tokens_per_rank,
-        thorough=len(samples) <= HANDFUL and len(problem.lengths) <= MANY_SAMPLES,
+        search=QUICK if len(problem.lengths) > MANY_SAMPLES else FINE if len(samples) > HANDFUL else THOROUGH,
     )
     # Ranks with dear sites may hold fewer tokens, where memory leaves the others room for more.
     questions = [question, replace(question, pour_by_total=True)]
-    if question.thorough:
+    if question.search.settles:
         questions.append(replace(question, loads=question.loads.sum(axis=0, keepdims=True)))
     share, full_s = sparse_share(problem), full_attention_s(problem, parent)
 

@@ -19,7 +19,7 @@ from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s
 from layerwise.planners.estimate import exposed_s, nested_loads
 from layerwise.planners.halo import halo_samples, lay_out_halos
 from layerwise.planners.layout import Placement, lay_out, level_shard_rows
-from layerwise.planners.nesting import Nest, nest
+from layerwise.planners.nesting import QUICK, THOROUGH, USUAL, Nest, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.partitions import widths_allowed
@@ -102,7 +102,7 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
         num_ranks=cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
         capacity_tokens=problem.max_tokens_per_rank,
-        thorough=len(samples) <= HANDFUL,
+        search=QUICK if len(samples) > MANY_SAMPLES else USUAL if len(samples) > HANDFUL else THOROUGH,
     )
     best = _solve(problem, question)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,15 +18,26 @@ from layerwise.cost import Floats
 from layerwise.plan import Ints
 from layerwise.planners.layout import Placement
 from layerwise.planners.partitions import aligned_blocks
-from layerwise.planners.problem import MANY_SAMPLES
 from layerwise.planners.settling import Choices, Seconds, settle
 
-# Seconds above the level, as a share of it, that a narrower block may cost.
-TOLERANCES = (0.004, 0.03)
-# A thorough search tries more; one of many samples only the last.
-THOROUGH = (0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25)
-# A sample above this share of the level in any dimension is large: it may take more than one rank.
-ROCK_SHARE = 0.25
+
+class Search(NamedTuple):
+    """How hard to look.
+
+    tolerances: seconds above the level, as a share of it, that a narrower block may cost; tried in this order.
+    rock_share: a sample above this share of the level in any dimension is large: it may take more than one rank.
+    settles: go through all tolerances, and settle what was found.
+    """
+
+    tolerances: tuple[float, ...]
+    rock_share: float
+    settles: bool = False
+
+
+QUICK = Search((0.03,), 0.25)
+USUAL = Search((0.004, 0.03), 0.25)
+FINE = Search((0.001, 0.002, 0.004, 0.007, 0.011, 0.016, 0.022, 0.03, 0.04, 0.055, 0.08, 0.12), 0.02)
+THOROUGH = Search((0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25), 0.0, settles=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +49,6 @@ class Nest:
     lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
     pour_by_total: small samples level the sum of all dimensions, not the first.
     spread_largest: put the sample that asks for most on the widest block, whether or not it needs that.
-    thorough: try more tolerances, share any sample, and settle what was found: for a handful of samples.
     """
 
     samples: Ints
@@ -48,9 +59,9 @@ class Nest:
     num_ranks: int
     ranks_per_node: int
     capacity_tokens: int
+    search: Search
     pour_by_total: bool = False
     spread_largest: bool = False
-    thorough: bool = False
 
 
 def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
@@ -58,16 +69,17 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
 
     `seconds` says what such tables of seconds cost.
     """
-    count = len(problem.samples)
-    level_s = float(problem.loads[:, :, 0].sum()) / problem.num_ranks
+    level = problem.loads[:, :, 0].sum(axis=1) / problem.num_ranks
+    level_s, least_s = float(level.sum()), float(seconds(np.repeat(level[:, None], problem.num_ranks, axis=1)))
     best, best_s = None, np.inf
-    for tolerance in THOROUGH if problem.thorough else TOLERANCES if count <= MANY_SAMPLES else TOLERANCES[-1:]:
-        if not problem.thorough and best_s <= (1 + tolerance) * level_s:
+    for tolerance in problem.search.tolerances:
+        if not problem.search.settles and best_s <= least_s + tolerance * level_s:
             break  # it is more level already than this tolerance asks for
         placed = _nest(problem, tolerance)
         if placed is not None and (placed_s := float(seconds(placed[0]))) < best_s:
             best, best_s = placed, placed_s
-    return _settled(problem, best[1], seconds) if best and problem.thorough and not problem.spread_largest else best
+    settles = problem.search.settles and not problem.spread_largest
+    return _settled(problem, best[1], seconds) if best and settles else best
 
 
 def _settled(problem: Nest, placement: Placement, seconds: Seconds) -> tuple[Floats, Placement]:
@@ -106,8 +118,7 @@ def _exchanged_nodes(first: Ints, end: Ints, problem: Nest) -> Ints:
 def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     single = problem.loads[:, :, 0]
     level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
-    rock_share = 0.0 if problem.thorough else ROCK_SHARE
-    is_rock = (single > rock_share * level[:, None]).any(axis=0)
+    is_rock = (single > problem.search.rock_share * level[:, None]).any(axis=0)
     size = (single / level[:, None]).max(axis=0)
     order = np.lexsort([np.arange(len(size)), -size])
     # Small samples level the first dimension at the end; of the others, they add about as much to every rank.
