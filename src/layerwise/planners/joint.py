@@ -19,7 +19,7 @@ from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s
 from layerwise.planners.estimate import exposed_s, nested_loads
 from layerwise.planners.halo import halo_samples, lay_out_halos
 from layerwise.planners.layout import Placement, lay_out, level_shard_rows
-from layerwise.planners.nesting import QUICK, THOROUGH, USUAL, Nest, nest
+from layerwise.planners.nesting import FINE, QUICK, THOROUGH, USUAL, Nest, Search, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
 from layerwise.planners.partitions import widths_allowed
@@ -28,6 +28,12 @@ from layerwise.planners.repack import RepackOptions
 
 # Above this share over the mean, the fullest rank's tokens are worth spreading a sample over all ranks.
 UNEVEN = 0.003
+# Within this share over the mean, tokens are called level; that is worth so much of the seconds.
+LEVEL, WORTH = 0.01, 0.005
+# Up to so many samples are placed with a fine search; of up to so many, each is spread in turn.
+FEW, EACH = 200, 24
+# Of those placements, so many with the least estimates are predicted.
+NUM_PREDICTED = 6
 
 
 class _Nested(NamedTuple):
@@ -88,9 +94,9 @@ def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:
 
 
 def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]) -> _Nested | None:
-    """The better of two placements: as narrow as may be, and, where that is uneven, with one sample over all ranks.
+    """The best of several placements: as narrow as may be, and, where that is uneven, with one sample over all ranks.
 
-    The second is not tried for many samples, which are nearly even anyway.
+    The latter are not tried for many samples, which are nearly even anyway.
     """
     cluster = problem.cluster
     question = Nest(
@@ -102,13 +108,41 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
         num_ranks=cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
         capacity_tokens=problem.max_tokens_per_rank,
-        search=QUICK if len(samples) > MANY_SAMPLES else USUAL if len(samples) > HANDFUL else THOROUGH,
+        search=_search(len(samples)),
     )
     best = _solve(problem, question)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):
         return best
-    spread = _solve(problem, replace(question, spread_largest=True))
-    return min((found for found in (best, spread) if found), key=lambda found: found.estimate_s, default=None)
+    found = [best, *(_solve(problem, spread) for spread in _with_one_spread(question))]
+    likely = sorted((nested for nested in found if nested), key=lambda nested: _worth_s(nested, nested.estimate_s))
+
+    def predicted_worth_s(nested: _Nested) -> float:
+        return _worth_s(nested, problem.predicted_s([_lay_out(problem, nested)]))
+
+    if len(samples) > FEW:
+        return next(iter(likely), None)
+    return min(likely[:NUM_PREDICTED], key=predicted_worth_s, default=None)
+
+
+def _search(num_samples: int) -> Search:
+    if num_samples <= HANDFUL:
+        return THOROUGH
+    return FINE if num_samples <= FEW else USUAL if num_samples <= MANY_SAMPLES else QUICK
+
+
+def _with_one_spread(question: Nest) -> Iterator[Nest]:
+    """The longest sample over all ranks, or, of a few samples, each in turn."""
+    count = len(question.samples)
+    if count > EACH:
+        yield replace(question, spread=int(question.lengths.argmax()))
+        return
+    for sample in range(count):
+        yield replace(question, spread=sample, search=FINE)
+
+
+def _worth_s(nested: _Nested, seconds: float) -> float:
+    """A little more than its seconds where tokens are not level, which memory pays for too."""
+    return seconds * (1 + WORTH * (nested.excess > LEVEL))
 
 
 def _solve(problem: StepProblem, question: Nest) -> _Nested | None:

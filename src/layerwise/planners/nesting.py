@@ -36,7 +36,7 @@ class Search(NamedTuple):
 
 QUICK = Search((0.03,), 0.25)
 USUAL = Search((0.004, 0.03), 0.25)
-FINE = Search((0.001, 0.002, 0.004, 0.007, 0.011, 0.016, 0.022, 0.03, 0.04, 0.055, 0.08, 0.12), 0.02)
+FINE = Search((0.002, 0.006, 0.012, 0.022, 0.04, 0.08), 0.02)
 THOROUGH = Search((0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25), 0.0, settles=True)
 
 
@@ -48,7 +48,7 @@ class Nest:
     widths: sizes of blocks, ascending, the first 1.
     lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
     pour_by_total: small samples level the sum of all dimensions, not the first.
-    spread_largest: put the sample that asks for most on the widest block, whether or not it needs that.
+    spread: a sample, by its place among these, that goes on the widest block whether or not it needs that.
     """
 
     samples: Ints
@@ -61,7 +61,7 @@ class Nest:
     capacity_tokens: int
     search: Search
     pour_by_total: bool = False
-    spread_largest: bool = False
+    spread: int | None = None
 
 
 def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
@@ -78,7 +78,7 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
         placed = _nest(problem, tolerance)
         if placed is not None and (placed_s := float(seconds(placed[0]))) < best_s:
             best, best_s = placed, placed_s
-    settles = problem.search.settles and not problem.spread_largest
+    settles = problem.search.settles and problem.spread is None
     return _settled(problem, best[1], seconds) if best and settles else best
 
 
@@ -119,16 +119,20 @@ def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     single = problem.loads[:, :, 0]
     level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
     is_rock = (single > problem.search.rock_share * level[:, None]).any(axis=0)
+    is_rock[[] if problem.spread is None else problem.spread] = True
     size = (single / level[:, None]).max(axis=0)
     order = np.lexsort([np.arange(len(size)), -size])
     # Small samples level the first dimension at the end; of the others, they add about as much to every rank.
     base = single[:, ~is_rock].sum(axis=1) / problem.num_ranks
     base[0] = 0.0
     state = _Ranks(problem, level, base, tolerance)
-    for place, item in enumerate(order[is_rock[order]].tolist()):
-        widest = problem.spread_largest and place == 0
-        if not state.put(item, widths_from=len(problem.widths) - 1 if widest else 0):
+    rocks = order[is_rock[order]].tolist()
+    if problem.spread is not None:
+        rocks.remove(problem.spread)
+        if not state.put(problem.spread, widths_from=len(problem.widths) - 1):
             return None
+    if not all(state.put(item) for item in rocks):
+        return None
     state.height -= base[:, None]
     if not state.pour(order[~is_rock[order]]):
         return None
