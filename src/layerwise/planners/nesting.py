@@ -7,7 +7,7 @@ both place samples this way, in one parent's nodes or in the whole cluster.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -78,8 +78,24 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
         placed = _nest(problem, tolerance)
         if placed is not None and (placed_s := float(seconds(placed[0]))) < best_s:
             best, best_s = placed, placed_s
-    settles = problem.search.settles and problem.spread is None
-    return _settled(problem, best[1], seconds) if best and settles else best
+    if best is None or not problem.search.settles or problem.spread is not None:
+        return best
+    starts = [best[1], *_on_whole_nodes(problem)]
+    return min((_settled(problem, start, seconds) for start in starts), key=lambda settled: float(seconds(settled[0])))
+
+
+def _on_whole_nodes(problem: Nest) -> Iterator[Placement]:
+    """Every sample on the widest blocks that lie inside a node, longest first, if it fits: as level as can be there."""
+    width = max(width for width in problem.widths if width <= problem.ranks_per_node)
+    first, end = aligned_blocks(width, problem.num_ranks, problem.ranks_per_node)
+    tokens, degree = np.zeros(len(first), dtype=np.int64), end - first
+    block_of = np.zeros(len(problem.samples), dtype=np.int64)
+    for item in np.argsort(-problem.lengths, kind="stable"):
+        after = tokens + -(-problem.lengths[item] // degree)
+        block_of[item] = after.argmin()
+        tokens[block_of[item]] = after.min()
+    if tokens.max() <= problem.capacity_tokens:
+        yield Placement(problem.samples, problem.first_rank + first[block_of], degree[block_of])
 
 
 def _settled(problem: Nest, placement: Placement, seconds: Seconds) -> tuple[Floats, Placement]:
