@@ -43,6 +43,15 @@ def test_refining_finds_a_planted_optimum() -> None:
     assert packing.makespan(refine(packing, worst)) == 14.0
 
 
+def test_refining_levels_many_bins_one_small_gain_at_a_time() -> None:
+    sizes = (np.exp(np.random.default_rng(0).normal(6, 1, 200)).astype(int) + 1).tolist()
+    packing, mean = _packing(sizes, 16), sum(sizes) / 16
+    start = pack_longest_first(packing)
+    assert start is not None
+    assert packing.makespan(start) > 1.005 * mean
+    assert packing.makespan(refine(packing, start)) < 1.001 * mean
+
+
 def test_refining_never_makes_it_higher_and_keeps_capacity() -> None:
     rng = np.random.default_rng(1)
     for _ in range(10):

@@ -19,11 +19,10 @@ Floats = NDArray[np.float64]
 
 # The refinement minimises a p-norm over bins instead of the maximum, p = 2**4: it falls smoothly where several bins
 # tie. But where one dimension falls and another rises it may be stuck: hence once more with p = 2**7, nearly the
-# maximum.
-NORM_DOUBLINGS = (4, 7)
+# maximum. A change must gain this share of the makespan.
+DESCENTS = ((4, 3e-4), (7, 1e-5))
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
-MIN_GAIN = 3e-4
 # The refinement ends after so many changes that did not lower the sum of heights.
 PATIENCE = 3
 # An item above this share of the mean bin is large.
@@ -162,19 +161,19 @@ class _Bins:
 
 def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
     """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
-    for norm_doublings in NORM_DOUBLINGS:
-        bin_of = _descend(packing, bin_of, norm_doublings, max_steps)
+    for norm_doublings, min_gain in DESCENTS:
+        bin_of = _descend(packing, bin_of, norm_doublings, min_gain, max_steps)
     return bin_of
 
 
-def _descend(packing: Packing, bin_of: Ints, norm_doublings: int, max_steps: int) -> Ints:
+def _descend(packing: Packing, bin_of: Ints, norm_doublings: int, min_gain: float, max_steps: int) -> Ints:
     best, num_vain = bin_of, 0
     bin_of = bin_of.copy()
     round_ = _Round(packing, bin_of, norm_doublings)
     best_s = round_.makespan_s
     for _ in range(max_steps):
         change = max(round_.best_change(hot) for hot in round_.highest_bins())
-        if change.gain <= MIN_GAIN or num_vain == PATIENCE:
+        if change.gain <= min_gain or num_vain == PATIENCE:
             break
         if change.partner >= 0:
             bin_of[change.partner] = bin_of[change.item]
