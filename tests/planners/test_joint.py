@@ -71,3 +71,15 @@ def test_level_tokens_are_preferred_where_that_costs_little(monkeypatch: pytest.
     fastest = plan_joint(lengths, specs)
     assert excess(level) <= joint.LEVEL < excess(fastest)
     assert seconds(fastest, specs) < seconds(level, specs) < 1.01 * seconds(fastest, specs)
+
+
+def test_many_samples_are_placed_again_before_another_strategy_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 2,000 samples the quickest search is used; only where that loses to `dynamic`, a better one."""
+    specs = load_cluster("paper"), load_model("paper-1f3s")
+    lengths = np.minimum(np.exp(np.random.default_rng(1).normal(5.9, 1.3, 2100)), 36000).astype(int) + 1
+    again = plan_joint(lengths.tolist(), specs, spare=1.05)
+    search = joint._search
+    monkeypatch.setattr(joint, "_search", lambda num_samples, hurry: search(num_samples, True))
+    given_way = plan_joint(lengths.tolist(), specs, spare=1.05)
+    assert (again.notes["fallbacks"], given_way.notes["fallbacks"]) == (0, 1)
+    assert seconds(again, specs) < 0.995 * seconds(given_way, specs)

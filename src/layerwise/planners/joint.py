@@ -53,8 +53,7 @@ class JointOptions(GroupOptions):
 
 def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
     """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are another strategy's."""
-    nested = _nest_step(problem, options)
-    own = tuple(_lay_out(problem, part) for part in nested)
+    own = _own_plan(problem, options)
     if not options.fallback:
         return own, {"fallbacks": 0}
     dynamic = group_step(problem, options)
@@ -63,7 +62,11 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[Micro
     for rival in [] if hopeless else _rivals(problem, options, dynamic):
         if (rival_s := problem.predicted_s(rival)) < best_s:
             best, best_s = rival, rival_s
-    return best, {"fallbacks": int(best is not own)}
+    if best is own or len(problem.lengths) <= MANY_SAMPLES:
+        return best, {"fallbacks": int(best is not own)}
+    # Many samples were placed in a hurry.
+    own = _own_plan(problem, options, hurry=False)
+    return (own, {"fallbacks": 0}) if problem.predicted_s(own) <= best_s else (best, {"fallbacks": 1})
 
 
 def _rivals(problem: StepProblem, options: JointOptions, dynamic: Division) -> Iterator[tuple[MicrobatchPlan, ...]]:
@@ -73,7 +76,12 @@ def _rivals(problem: StepProblem, options: JointOptions, dynamic: Division) -> I
         yield plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
 
 
-def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:
+def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -> tuple[MicrobatchPlan, ...]:
+    """joint's own plan; in a `hurry`, many samples are placed with the quickest search."""
+    return tuple(_lay_out(problem, part) for part in _nest_step(problem, options, hurry))
+
+
+def _nest_step(problem: StepProblem, options: JointOptions, hurry: bool) -> list[_Nested]:
     """Every sample on a block of its own, in as few micro-batches as fit the budget."""
     widths = widths_allowed(problem, options.max_sp_degree)
     problem.check_fits(widths[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
@@ -86,14 +94,14 @@ def _nest_step(problem: StepProblem, options: JointOptions) -> list[_Nested]:
         if part_of is None:
             continue
         parts = [np.flatnonzero(part_of == part) for part in range(num_microbatches)]
-        found = [_place(problem, samples, loads[:, samples], widths) for samples in parts if len(samples)]
+        found = [_place(problem, samples, loads[:, samples], widths, hurry) for samples in parts if len(samples)]
         whole = [nested for nested in found if nested is not None]
         if len(whole) == len(found):
             return whole
     raise AssertionError("one sample per micro-batch always fits")
 
 
-def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]) -> _Nested | None:
+def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int], hurry: bool) -> _Nested | None:
     """The best of several placements: as narrow as may be, and, where that is uneven, with one sample over all ranks.
 
     The latter are not tried for many samples, which are nearly even anyway.
@@ -108,7 +116,7 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
         num_ranks=cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
         capacity_tokens=problem.max_tokens_per_rank,
-        search=_search(len(samples)),
+        search=_search(len(samples), hurry),
     )
     best = _solve(problem, question)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):
@@ -124,10 +132,10 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
     return min(likely[:NUM_PREDICTED], key=predicted_worth_s, default=None)
 
 
-def _search(num_samples: int) -> Search:
+def _search(num_samples: int, hurry: bool) -> Search:
     if num_samples <= HANDFUL:
         return THOROUGH
-    return FINE if num_samples <= FEW else USUAL if num_samples <= MANY_SAMPLES else QUICK
+    return FINE if num_samples <= FEW else USUAL if num_samples <= MANY_SAMPLES or not hurry else QUICK
 
 
 def _with_one_spread(question: Nest) -> Iterator[Nest]:
