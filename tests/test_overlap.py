@@ -162,9 +162,9 @@ def test_every_rank_makes_the_calls_that_are_predicted(strategy: str, recompute:
 @pytest.mark.parametrize("sync", ["layer", "step"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_repacking_strategy_is_slower_than_dynamic(seed: int, sync: str) -> None:
-    """On links of which attention hides so much that repacking, planned as if it hid nothing, would not pay."""
+    """On links of which attention hides so much that a plan made as if it hid nothing would be slower."""
     lengths = [13000 - 1500 * seed, *long_tailed(seed, 25, cap=4000, log_mean=6.0)]
-    links = {"fast_bytes_per_s": 400e6, "slow_bytes_per_s": 400e6 / 7}
+    links = {"fast_bytes_per_s": 900e6, "slow_bytes_per_s": 900e6 / 7}
     whole = WIDE_CLUSTER.model_copy(update={"sync": sync, **links})
     cluster = overlapped(whole, 4)
 
@@ -177,7 +177,8 @@ def test_no_repacking_strategy_is_slower_than_dynamic(seed: int, sync: str) -> N
     rivals = [strategy for strategy in STRATEGIES if strategy not in ("static", "dynamic")]
     dynamic_s = seconds("dynamic", cluster)
     assert max(seconds(strategy, cluster) for strategy in rivals) <= dynamic_s
-    assert max(seconds(strategy, whole) for strategy in rivals) > dynamic_s
+    if sync == "layer":
+        assert max(seconds(strategy, whole) for strategy in rivals) > 1.005 * dynamic_s
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

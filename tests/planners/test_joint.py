@@ -48,7 +48,7 @@ def test_a_finer_search_of_few_samples_is_worth_it(monkeypatch: pytest.MonkeyPat
 def test_one_sample_over_all_ranks_levels_tokens(monkeypatch: pytest.MonkeyPatch, num_samples: int, seed: int) -> None:
     lengths = few_long(seed, num_samples, 9.0)
     spread = plan_joint(lengths)
-    monkeypatch.setattr(joint, "_with_one_spread", lambda question: iter(()))
+    monkeypatch.setattr(joint, "_with_one_spread", lambda problem, question: iter(()))
     narrow = plan_joint(lengths)
     assert seconds(spread) < seconds(narrow)
     assert excess(spread) < 0.5 * excess(narrow)
@@ -79,7 +79,30 @@ def test_many_samples_are_placed_again_before_another_strategy_wins(monkeypatch:
     lengths = np.minimum(np.exp(np.random.default_rng(1).normal(5.9, 1.3, 2100)), 36000).astype(int) + 1
     again = plan_joint(lengths.tolist(), specs, spare=1.05)
     search = joint._search
-    monkeypatch.setattr(joint, "_search", lambda num_samples, hurry: search(num_samples, True))
+    monkeypatch.setattr(joint, "_search", lambda problem, num_samples, hurry: search(problem, num_samples, True))
     given_way = plan_joint(lengths.tolist(), specs, spare=1.05)
     assert (again.notes["fallbacks"], given_way.notes["fallbacks"]) == (0, 1)
     assert seconds(again, specs) < 0.995 * seconds(given_way, specs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_slower_where_ranks_wait_at_the_end_only(seed: int) -> None:
+    """The plan for waits at every layer takes no longer without them, so a plan made for that may not either."""
+    lengths = few_long(seed, 15, 9.0)
+    at_the_end = MANY_NODES.model_copy(update={"sync": "step"})
+    layers, end = (plan_joint(lengths, (cluster, WIDE_MODEL)) for cluster in (MANY_NODES, at_the_end))
+    assert seconds(end, (at_the_end, WIDE_MODEL)) <= 1.005 * seconds(layers, (at_the_end, WIDE_MODEL))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parents_and_children_are_tried_where_ours_is_far_from_level(seed: int) -> None:
+    cluster = load_cluster("a100-8x8").model_copy(update={"num_nodes": 6, "ranks_per_node": 6})
+    specs = cluster.model_copy(update={"sharded_params": True, "expert_parallel_degree": 1}), load_model("gpt-oss-120b")
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(11, 1.2, 80)).astype(int).tolist()
+    ours = plan_joint(lengths, specs, spare=0.6)  # two micro-batches
+    budget = ours.max_tokens_per_rank
+    parents = plan_step(
+        lengths, cluster=specs[0], model=specs[1], strategy="repack+parents", max_tokens_per_rank=budget
+    )
+    assert seconds(ours, specs) <= seconds(parents, specs)

@@ -91,9 +91,10 @@ def exposed_s(cost: CostModel, lengths: Ints) -> float:
 
 
 def child_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
-    """Seconds per rank of what follows a sample's shards on `degree` ranks of one node, as `nested_loads`.
+    """Seconds per rank of what follows a sample's shards inside a node, float64 [dims, samples, degrees].
 
-    Attention of the full-attention layers is left out: it stays on the parent.
+    Two dims where ranks wait at every layer, else their sum: linear work and sites of sparse layers. Attention of the
+    full-attention layers stays on the parent.
     """
     linear, sparse, _ = _site_loads(cost, lengths, degrees, _exchange_s)
     return _dims(cost, np.stack([linear, sparse]))
@@ -102,10 +103,10 @@ def child_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Float
 def nested_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
     """Seconds per rank of samples on blocks of their own, float64 [dims, samples, degrees].
 
-    Three dims where ranks wait at every layer, else their sum: linear work, and attention sites, exchange included, of
-    sparse and of full-attention layers. Memory levels tokens, and with them linear work, whatever sites cost.
+    Three dims: linear work, and attention sites, exchange included, of sparse and of full-attention layers. Memory
+    levels tokens, and with them linear work, whatever sites cost.
     """
-    return _dims(cost, np.stack(_site_loads(cost, lengths, degrees, _cheaper_exchange_s)))
+    return np.stack(_site_loads(cost, lengths, degrees, _cheaper_exchange_s))
 
 
 def _site_loads(

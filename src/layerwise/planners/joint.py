@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from layerwise.cost import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
-from layerwise.planners.dynamic import ROUNDING, Division, group_step, least_s
+from layerwise.planners.dynamic import ROUNDING, group_step, least_s, level_s
 from layerwise.planners.estimate import exposed_s, nested_loads
 from layerwise.planners.halo import halo_samples, lay_out_halos
 from layerwise.planners.layout import Placement, lay_out, level_shard_rows
@@ -30,10 +31,16 @@ from layerwise.planners.repack import RepackOptions
 UNEVEN = 0.003
 # Within this share over the mean, tokens are called level; that is worth so much of the seconds.
 LEVEL, WORTH = 0.01, 0.005
-# Up to so many samples are placed with a fine search; of up to so many, each is spread in turn.
+# Up to so many samples are placed with a fine search; in a step of up to so many, each is spread in turn.
 FEW, EACH = 200, 24
 # Of those placements, so many with the least estimates are predicted.
 NUM_PREDICTED = 6
+# Parents and children are tried where ours takes this share more than level work, and saves less than so much of what
+# `dynamic` takes: more they hardly ever save.
+FAR, REPACKING_SAVES = 0.05, 0.15
+
+
+Microbatches = tuple[MicrobatchPlan, ...]
 
 
 class _Nested(NamedTuple):
@@ -51,32 +58,34 @@ class JointOptions(GroupOptions):
     fallback: bool = True
 
 
-def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[tuple[MicrobatchPlan, ...], dict[str, int]]:
+def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[Microbatches, dict[str, int]]:
     """The micro-batches with the least predicted seconds, and 1 as `fallbacks` where they are another strategy's."""
     own = _own_plan(problem, options)
     if not options.fallback:
         return own, {"fallbacks": 0}
-    dynamic = group_step(problem, options)
-    best, best_s = own, problem.predicted_s(own)
-    hopeless = len(problem.lengths) > HANDFUL and least_s(problem, dynamic) > (1 + ROUNDING) * best_s
-    for rival in [] if hopeless else _rivals(problem, options, dynamic):
-        if (rival_s := problem.predicted_s(rival)) < best_s:
-            best, best_s = rival, rival_s
-    if best is own or len(problem.lengths) <= MANY_SAMPLES:
-        return best, {"fallbacks": int(best is not own)}
-    # Many samples were placed in a hurry.
-    own = _own_plan(problem, options, hurry=False)
-    return (own, {"fallbacks": 0}) if problem.predicted_s(own) <= best_s else (best, {"fallbacks": 1})
+    own_s = problem.predicted_s(own)
+    rival_s, rival = min(_rivals(problem, options, own_s), key=itemgetter(0), default=(np.inf, own))
+    if rival_s < own_s and len(problem.lengths) > MANY_SAMPLES:  # many samples were placed in a hurry
+        own = _own_plan(problem, options, hurry=False)
+        own_s = problem.predicted_s(own)
+    return (rival, {"fallbacks": 1}) if rival_s < own_s else (own, {"fallbacks": 0})
 
 
-def _rivals(problem: StepProblem, options: JointOptions, dynamic: Division) -> Iterator[tuple[MicrobatchPlan, ...]]:
-    """Plans of other strategies that may be faster."""
-    yield tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in dynamic)
-    if len(problem.lengths) <= HANDFUL:
-        yield plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
+def _rivals(problem: StepProblem, options: JointOptions, own_s: float) -> Iterator[tuple[float, Microbatches]]:
+    """Plans of other strategies that may take less than `own_s`, and their predicted seconds."""
+    count, dynamic = len(problem.lengths), group_step(problem, options)
+    dynamic_s = least_s(problem, dynamic)
+    if count <= HANDFUL or dynamic_s <= (1 + ROUNDING) * own_s:
+        plan = tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in dynamic)
+        dynamic_s = problem.predicted_s(plan)
+        yield dynamic_s, plan
+    is_far = own_s > (1 + FAR) * level_s(problem, np.arange(count)) and own_s > (1 - REPACKING_SAVES) * dynamic_s
+    if count <= HANDFUL or (count <= FEW and is_far):
+        plan = plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
+        yield problem.predicted_s(plan), plan
 
 
-def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -> tuple[MicrobatchPlan, ...]:
+def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -> Microbatches:
     """joint's own plan; in a `hurry`, many samples are placed with the quickest search."""
     return tuple(_lay_out(problem, part) for part in _nest_step(problem, options, hurry))
 
@@ -93,10 +102,13 @@ def _nest_step(problem: StepProblem, options: JointOptions, hurry: bool) -> list
         )
         if part_of is None:
             continue
-        parts = [np.flatnonzero(part_of == part) for part in range(num_microbatches)]
-        found = [_place(problem, samples, loads[:, samples], widths, hurry) for samples in parts if len(samples)]
-        whole = [nested for nested in found if nested is not None]
-        if len(whole) == len(found):
+        whole: list[_Nested] = []
+        for samples in (np.flatnonzero(part_of == part) for part in np.unique(part_of)):
+            nested = _place(problem, samples, loads[:, samples], widths, hurry)
+            if nested is None:
+                break
+            whole.append(nested)
+        else:
             return whole
     raise AssertionError("one sample per micro-batch always fits")
 
@@ -116,35 +128,35 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
         num_ranks=cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
         capacity_tokens=problem.max_tokens_per_rank,
-        search=_search(len(samples), hurry),
+        search=_search(problem, len(samples), hurry),
     )
     best = _solve(problem, question)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):
         return best
-    found = [best, *(_solve(problem, spread) for spread in _with_one_spread(question))]
+    found = [best, *(_solve(problem, spread) for spread in _with_one_spread(problem, question))]
     likely = sorted((nested for nested in found if nested), key=lambda nested: _worth_s(nested, nested.estimate_s))
 
     def predicted_worth_s(nested: _Nested) -> float:
         return _worth_s(nested, problem.predicted_s([_lay_out(problem, nested)]))
 
-    if len(samples) > FEW:
+    if len(problem.lengths) > FEW:
         return next(iter(likely), None)
     return min(likely[:NUM_PREDICTED], key=predicted_worth_s, default=None)
 
 
-def _search(num_samples: int, hurry: bool) -> Search:
-    if num_samples <= HANDFUL:
-        return THOROUGH
-    return FINE if num_samples <= FEW else USUAL if num_samples <= MANY_SAMPLES or not hurry else QUICK
+def _search(problem: StepProblem, num_samples: int, hurry: bool) -> Search:
+    """How hard to look for a micro-batch of so many samples: hard only in a step of few."""
+    if len(problem.lengths) <= FEW:
+        return THOROUGH if len(problem.lengths) <= HANDFUL else FINE
+    return QUICK if hurry and num_samples > MANY_SAMPLES else USUAL
 
 
-def _with_one_spread(question: Nest) -> Iterator[Nest]:
-    """The longest sample over all ranks, or, of a few samples, each in turn."""
-    count = len(question.samples)
-    if count > EACH:
+def _with_one_spread(problem: StepProblem, question: Nest) -> Iterator[Nest]:
+    """The longest sample over all ranks, or, in a step of few samples, each in turn."""
+    if len(problem.lengths) > EACH:
         yield replace(question, spread=int(question.lengths.argmax()))
         return
-    for sample in range(count):
+    for sample in range(len(question.samples)):
         yield replace(question, spread=sample, search=FINE)
 
 
@@ -154,16 +166,27 @@ def _worth_s(nested: _Nested, seconds: float) -> float:
 
 
 def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
-    found = nest(question, lambda height: np.asarray(height.max(axis=-1).sum(axis=-1)))
+    seconds = _wait_at_layers if problem.cluster.sync == "layer" else _wait_at_the_end
+    found = nest(question, seconds)
     if found is None:
         return None
     height, placement = found
     shards = level_shard_rows(placement, problem.lengths, question.num_ranks)
     tokens = np.bincount(shards[:, 1], weights=shards[:, 3] - shards[:, 2], minlength=question.num_ranks)
     # What follows tokens is as level as the shards; the rest is as the placement has it.
-    level_s = question.loads[0, :, 0].sum() / question.lengths.sum() * tokens.max()
-    estimate_s = level_s + float(height[1:].max(axis=1).sum()) + exposed_s(problem.cost, question.lengths)
+    token_s = question.loads[0, :, 0].sum() / question.lengths.sum()
+    estimate_s = float(seconds(np.stack([token_s * tokens, *height[1:]]))) + exposed_s(problem.cost, question.lengths)
     return _Nested(estimate_s, placement, shards, float(tokens.max() / tokens.mean() - 1))
+
+
+def _wait_at_layers(height: Floats) -> Floats:
+    """Seconds of tables [..., dims, ranks] where every layer waits for its slowest rank."""
+    return np.asarray(height.max(axis=-1).sum(axis=-1))
+
+
+def _wait_at_the_end(height: Floats) -> Floats:
+    """The same where ranks wait at the end of the step only."""
+    return np.asarray(height.sum(axis=-2).max(axis=-1))
 
 
 def _lay_out(problem: StepProblem, nested: _Nested) -> MicrobatchPlan:
