@@ -16,10 +16,10 @@ import numpy as np
 
 from layerwise.cost import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
-from layerwise.planners.dynamic import ROUNDING, group_step, least_s, level_s
+from layerwise.planners.dynamic import ROUNDING, group_step, least_s, level_s, plan_dynamic
 from layerwise.planners.estimate import exposed_s, nested_loads
 from layerwise.planners.halo import halo_samples, lay_out_halos
-from layerwise.planners.layout import Placement, lay_out, level_shard_rows
+from layerwise.planners.layout import Placement, level_shard_rows
 from layerwise.planners.nesting import FINE, QUICK, THOROUGH, USUAL, Nest, Search, nest
 from layerwise.planners.packing import split_parts
 from layerwise.planners.parents import plan_repack_parents
@@ -73,25 +73,25 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[Microbatche
 
 def _rivals(problem: StepProblem, options: JointOptions, own_s: float) -> Iterator[tuple[float, Microbatches]]:
     """Plans of other strategies that may take less than `own_s`, and their predicted seconds."""
-    count, dynamic = len(problem.lengths), group_step(problem, options)
-    dynamic_s = least_s(problem, dynamic)
+    count, dynamic_s = len(problem.lengths), least_s(problem, group_step(problem, options))
     if count <= HANDFUL or dynamic_s <= (1 + ROUNDING) * own_s:
-        plan = tuple(lay_out(problem.lengths, problem.cost.attention, found[0].parents()) for found in dynamic)
+        plan = plan_dynamic(problem, options)
         dynamic_s = problem.predicted_s(plan)
         yield dynamic_s, plan
-    is_far = own_s > (1 + FAR) * level_s(problem, np.arange(count)) and own_s > (1 - REPACKING_SAVES) * dynamic_s
-    if count <= HANDFUL or (count <= FEW and is_far):
+    if count <= HANDFUL or (
+        count <= FEW
+        and own_s > (1 + FAR) * level_s(problem, np.arange(count))
+        and own_s > (1 - REPACKING_SAVES) * dynamic_s
+    ):
         plan = plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
         yield problem.predicted_s(plan), plan
 
 
 def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -> Microbatches:
-    """joint's own plan; in a `hurry`, many samples are placed with the quickest search."""
-    return tuple(_lay_out(problem, part) for part in _nest_step(problem, options, hurry))
+    """Every sample on a block of its own, in as few micro-batches as fit the budget.
 
-
-def _nest_step(problem: StepProblem, options: JointOptions, hurry: bool) -> list[_Nested]:
-    """Every sample on a block of its own, in as few micro-batches as fit the budget."""
+    In a `hurry`, many samples are placed with the quickest search.
+    """
     widths = widths_allowed(problem, options.max_sp_degree)
     problem.check_fits(widths[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
     loads = nested_loads(problem.cost, problem.lengths, widths)
@@ -102,18 +102,18 @@ def _nest_step(problem: StepProblem, options: JointOptions, hurry: bool) -> list
         )
         if part_of is None:
             continue
-        whole: list[_Nested] = []
+        microbatches: list[MicrobatchPlan] = []
         for samples in (np.flatnonzero(part_of == part) for part in np.unique(part_of)):
-            nested = _place(problem, samples, loads[:, samples], widths, hurry)
-            if nested is None:
+            placed = _place(problem, samples, loads[:, samples], widths, hurry)
+            if placed is None:
                 break
-            whole.append(nested)
+            microbatches.append(placed)
         else:
-            return whole
+            return tuple(microbatches)
     raise AssertionError("one sample per micro-batch always fits")
 
 
-def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int], hurry: bool) -> _Nested | None:
+def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int], hurry: bool) -> MicrobatchPlan | None:
     """The best of several placements: as narrow as may be, and, where that is uneven, with one sample over all ranks.
 
     The latter are not tried for many samples, which are nearly even anyway.
@@ -132,16 +132,14 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
     )
     best = _solve(problem, question)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):
-        return best
+        return _lay_out(problem, best)
     found = [best, *(_solve(problem, spread) for spread in _with_one_spread(problem, question))]
     likely = sorted((nested for nested in found if nested), key=lambda nested: _worth_s(nested, nested.estimate_s))
-
-    def predicted_worth_s(nested: _Nested) -> float:
-        return _worth_s(nested, problem.predicted_s([_lay_out(problem, nested)]))
-
-    if len(problem.lengths) > FEW:
-        return next(iter(likely), None)
-    return min(likely[:NUM_PREDICTED], key=predicted_worth_s, default=None)
+    likely = likely[: 1 if len(problem.lengths) > FEW else NUM_PREDICTED]
+    plans = [(nested, _lay_out(problem, nested)) for nested in likely]
+    if len(plans) > 1:
+        plans.sort(key=lambda plan: _worth_s(plan[0], problem.predicted_s([plan[1]])))
+    return plans[0][1] if plans else None
 
 
 def _search(problem: StepProblem, num_samples: int, hurry: bool) -> Search:

@@ -78,7 +78,7 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
         placed = _nest(problem, tolerance)
         if placed is not None and (placed_s := float(seconds(placed[0]))) < best_s:
             best, best_s = placed, placed_s
-    if best is None or not problem.search.settles or problem.spread is not None:
+    if best is None or not problem.search.settles:
         return best
     starts = [best[1], *_on_whole_nodes(problem)]
     return min((_settled(problem, start, seconds) for start in starts), key=lambda settled: float(seconds(settled[0])))
@@ -135,20 +135,17 @@ def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
     single = problem.loads[:, :, 0]
     level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
     is_rock = (single > problem.search.rock_share * level[:, None]).any(axis=0)
-    is_rock[[] if problem.spread is None else problem.spread] = True
     size = (single / level[:, None]).max(axis=0)
+    if problem.spread is not None:  # before all others
+        is_rock[problem.spread], size[problem.spread] = True, np.inf
     order = np.lexsort([np.arange(len(size)), -size])
     # Small samples level the first dimension at the end; of the others, they add about as much to every rank.
     base = single[:, ~is_rock].sum(axis=1) / problem.num_ranks
     base[0] = 0.0
     state = _Ranks(problem, level, base, tolerance)
-    rocks = order[is_rock[order]].tolist()
-    if problem.spread is not None:
-        rocks.remove(problem.spread)
-        if not state.put(problem.spread, widths_from=len(problem.widths) - 1):
+    for item in order[is_rock[order]].tolist():
+        if not state.put(item, widths_from=len(problem.widths) - 1 if item == problem.spread else 0):
             return None
-    if not all(state.put(item) for item in rocks):
-        return None
     state.height -= base[:, None]
     if not state.pour(order[~is_rock[order]]):
         return None
