@@ -90,37 +90,86 @@ def exposed_s(cost: CostModel, lengths: Ints) -> float:
     return float(exposed_loads(cost, compute_s, lengths.sum() / cost.cluster.num_ranks).sum())
 
 
+class Rows(NamedTuple):
+    """What groups take, by compute, and then, for the dims `second_of`, where traffic outlasts compute.
+
+    loads: float64 [rows, samples, classes]; base: float64 [rows, classes].
+    """
+
+    loads: Floats
+    base: Floats
+    second_of: tuple[int, ...]
+
+
+def with_traffic(
+    cost: CostModel, found: GroupLoads, base: Floats, lengths: Ints, degrees: Ints, capacity_tokens: int
+) -> Rows:
+    """Rows of which the higher is a rank's seconds, exposed traffic included; only traffic that may be exposed counts.
+
+    base: float64 [dims, classes] of groups of these degrees, int64 [classes]. A rank takes
+    compute + max(params + dispatch - overlap * compute, 0), the higher of two sums over its samples.
+    """
+    hidden_s = cost.cluster.overlap * found.compute_s
+    level_s = (hidden_s[:, :, 0] * degrees[0]).sum(axis=1) / cost.cluster.num_ranks
+    is_one = cost.cluster.sync == "step"  # one dim: all layers together
+    second: dict[int, tuple[Floats, Floats]] = {}
+    for index, (layer, hidden, level) in enumerate(zip(cost.layers, hidden_s, level_s, strict=True)):
+        if layer.params_s + layer.dispatch_s * capacity_tokens > level:
+            dim = 0 if is_one else index
+            own, own_base = second.get(dim, (found.loads[dim], base[dim]))
+            traffic_s = layer.dispatch_s * lengths[:, None] / degrees
+            second[dim] = (own + layer.num_layers * (traffic_s - hidden), own_base + layer.num_layers * layer.params_s)
+    if not second:
+        return Rows(found.loads, base, ())
+    loads, bases = (np.stack(rows) for rows in zip(*second.values(), strict=True))
+    return Rows(np.concatenate([found.loads, loads]), np.concatenate([base, bases]), tuple(second))
+
+
 def child_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
     """Seconds per rank of what follows a sample's shards inside a node, float64 [dims, samples, degrees].
 
     Two dims where ranks wait at every layer, else their sum: linear work and sites of sparse layers. Attention of the
     full-attention layers stays on the parent.
     """
-    linear, sparse, _ = _site_loads(cost, lengths, degrees, _exchange_s)
-    return _dims(cost, np.stack([linear, sparse]))
+    linear, sparse, _, exchange, _ = _site_loads(cost, lengths, degrees, _exchange_s)
+    return _dims(cost, np.stack([linear, sparse + exchange]))
 
 
 def nested_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int]) -> Floats:
-    """Seconds per rank of samples on blocks of their own, float64 [dims, samples, degrees].
+    """Seconds per rank of samples on blocks of their own, float64 [5, samples, degrees].
 
-    Three dims: linear work, and attention sites, exchange included, of sparse and of full-attention layers. Memory
+    Linear work; sites of sparse and of full-attention layers, exchange included; and those exchanges alone. Memory
     levels tokens, and with them linear work, whatever sites cost.
     """
-    return np.stack(_site_loads(cost, lengths, degrees, _cheaper_exchange_s))
+    linear, sparse, full, *exchanges = _site_loads(cost, lengths, degrees, _cheaper_exchange_s)
+    return np.stack([linear, sparse + exchanges[0], full + exchanges[1], *exchanges])
 
 
-def _site_loads(
-    cost: CostModel, lengths: Ints, degrees: Sequence[int], exchange_s: Callable[..., Floats]
-) -> tuple[Floats, Floats, Floats]:
-    """Linear work, sites of sparse layers, sites of full-attention layers; float64 [samples, degrees] each."""
-    linear, sparse, full = np.zeros((3, len(lengths), len(degrees)))
+def site_floor_s(cost: CostModel, lengths: Ints) -> Floats:
+    """Seconds of compute at sites that parameter and dispatch traffic hides, float64 [2]: of sparse and of full layers.
+
+    The linear work of the same layers is level, and hidden first. 0 where traffic takes no longer than level compute,
+    and where a part of it is exposed in any case.
+    """
+    floor, level, tokens = np.zeros(2), np.zeros(2), lengths.sum() / cost.cluster.num_ranks
+    for layer in cost.layers:
+        dim = int(layer.kind == FULL)
+        floor[dim] += layer.num_layers * (layer.params_s + (layer.dispatch_s - layer.token_s) * tokens)
+        level[dim] += layer.num_layers * layer.sample_s(lengths).sum() / cost.cluster.num_ranks
+    return np.where((floor > level) & (cost.cluster.overlap == 1), floor, 0)
+
+
+def _site_loads(cost: CostModel, lengths: Ints, degrees: Sequence[int], exchange_s: Callable[..., Floats]) -> Floats:
+    """Linear work, sites of sparse and of full layers, and exchanges of both: float64 [5, samples, degrees]."""
+    loads = np.zeros((5, len(lengths), len(degrees)))
     for column, degree in enumerate(degrees):
-        linear[:, column] = cost.head_token_s * lengths / degree
+        loads[0, :, column] = cost.head_token_s * lengths / degree
         for layer in cost.layers:
-            linear[:, column] += layer.num_layers * layer.token_s * lengths / degree
-            site_s = _share_s(layer, lengths, degree) + exchange_s(cost, layer, lengths, degree)
-            (full if layer.kind == FULL else sparse)[:, column] += layer.num_layers * site_s
-    return linear, sparse, full
+            loads[0, :, column] += layer.num_layers * layer.token_s * lengths / degree
+            site = 1 + (layer.kind == FULL)
+            loads[site, :, column] += layer.num_layers * _share_s(layer, lengths, degree)
+            loads[site + 2, :, column] += layer.num_layers * exchange_s(cost, layer, lengths, degree)
+    return loads
 
 
 def _share_s(layer: LayerCost, lengths: Ints, degree: int) -> Floats:

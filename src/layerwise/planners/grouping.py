@@ -20,6 +20,7 @@ from layerwise.planners.estimate import (
     exposed_s,
     group_base,
     group_loads,
+    with_traffic,
 )
 from layerwise.planners.packing import Packing, pack_longest_first, refine
 from layerwise.planners.partitions import Partition
@@ -55,8 +56,13 @@ class Task(NamedTuple):
         table = np.zeros((1 + len(self.compute_s), num_bins))
         for row, added in zip(table, (self.tokens[items, kinds], *self.compute_s[:, items, kinds]), strict=True):
             row[:] = np.bincount(bin_of, weights=added, minlength=num_bins)
-        loads = packing.bin_loads(bin_of) + exposed_loads(self.cost, table[1:], table[0])
+        loads = packing.bin_loads(bin_of)[: self.num_dims] + exposed_loads(self.cost, table[1:], table[0])
         return float(loads.max(axis=1).sum())
+
+    @property
+    def num_dims(self) -> int:
+        """Rows of the packing without exposed traffic, which come first."""
+        return len(self.packing.loads) - len(self.packing.second_of)
 
 
 class Grouping(NamedTuple):
@@ -100,8 +106,9 @@ def group_samples(
         return problem.once(question, lambda: _packed(candidates[index], samples, tasks[index]))
 
     def refined_once(found: Grouping) -> Grouping:
-        question = ("refined", class_of, samples.tobytes(), found.partition.size.tobytes())
-        return problem.once(question, lambda: _refined(found))
+        is_near = count > FEW_SAMPLES and best_s <= good_s
+        question = ("refined", class_of, samples.tobytes(), found.partition.size.tobytes(), is_near)
+        return problem.once(question, lambda: _refined(found, is_near))
 
     packed: list[Grouping] = []
     best_s = np.inf
@@ -144,18 +151,20 @@ def make_tasks(problem: StepProblem, samples: Ints, candidates: Sequence[Partiti
     allowed = lengths[:, None] <= np.array(degrees) * problem.max_tokens_per_rank
     room = np.array([CHILD_FILL if group.repacked else 1.0 for group in classes])
     capacity = (np.array(degrees) * problem.max_tokens_per_rank * room).astype(np.int64)
+    tokens = lengths[:, None] / np.array(degrees)
+    rows = with_traffic(problem.cost, loads, base, lengths, np.array(degrees), problem.max_tokens_per_rank)
     packings = [
         Packing(
-            loads=loads.loads,
-            base=base[:, bin_class],
+            loads=rows.loads,
+            base=rows.base[:, bin_class],
             bin_class=bin_class,
             tokens=lengths,
             capacity_tokens=capacity[bin_class],
             allowed=None if allowed.all() else allowed,
+            second_of=rows.second_of,
         )
         for bin_class in (np.searchsorted(degrees, partition.size) for partition in candidates)
     ]
-    tokens = lengths[:, None] / np.array(degrees)
     return [Task(packing, problem.cost, tokens, loads.compute_s) for packing in packings]
 
 
@@ -209,20 +218,21 @@ def _scores(tasks: list[Task], extra_s: float) -> Floats:
     """
     task = tasks[0]
     packing, longest = task.packing, int(task.packing.tokens.argmax())
-    fluid = packing.loads.sum(axis=(0, 1))
+    loads = packing.loads[: task.num_dims]
+    fluid = loads.sum(axis=(0, 1))
     exposed = exposed_loads(task.cost, task.compute_s[:, longest], task.tokens[longest])
-    alone = (packing.loads[:, longest] + exposed).sum(axis=0)
+    alone = (loads[:, longest] + exposed).sum(axis=0)
     if packing.allowed is not None:
         alone = np.where(packing.allowed[longest], alone, np.inf)
     scores = []
     for task in tasks:
-        base, kinds = task.packing.base.sum(axis=0), task.packing.bin_class
+        base, kinds = task.packing.base[: task.num_dims].sum(axis=0), task.packing.bin_class
         level = (1 + (base / fluid[kinds]).sum()) / (1 / fluid[kinds]).sum()
         scores.append(max(level + extra_s, float((alone[kinds] + base).min())))
     return np.array(scores)
 
 
-def _refined(found: Grouping) -> Grouping:
-    bin_of = refine(found.task.packing, found.bin_of)
+def _refined(found: Grouping, is_near: bool) -> Grouping:
+    bin_of = refine(found.task.packing, found.bin_of, is_near)
     refined = found._replace(estimate_s=found.task.seconds(bin_of), bin_of=bin_of)
     return min(found, refined, key=lambda grouping: grouping.estimate_s)

@@ -17,7 +17,7 @@ import numpy as np
 from layerwise.cost import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.dynamic import ROUNDING, group_step, least_s, level_s, plan_dynamic
-from layerwise.planners.estimate import exposed_s, nested_loads
+from layerwise.planners.estimate import exposed_s, nested_loads, site_floor_s
 from layerwise.planners.halo import halo_samples, lay_out_halos
 from layerwise.planners.layout import Placement, level_shard_rows
 from layerwise.planners.nesting import FINE, QUICK, THOROUGH, USUAL, Nest, Search, nest
@@ -33,6 +33,8 @@ UNEVEN = 0.003
 LEVEL, WORTH = 0.01, 0.005
 # Up to so many samples are placed with a fine search; in a step of up to so many, each is spread in turn.
 FEW, EACH = 200, 24
+# More than so many are placed with the quickest search.
+VERY_MANY = 5000
 # Of those placements, so many with the least estimates are predicted.
 NUM_PREDICTED = 6
 # Parents and children are tried where ours takes this share more than level work, and saves less than so much of what
@@ -65,9 +67,6 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[Microbatche
         return own, {"fallbacks": 0}
     own_s = problem.predicted_s(own)
     rival_s, rival = min(_rivals(problem, options, own_s), key=itemgetter(0), default=(np.inf, own))
-    if rival_s < own_s and len(problem.lengths) > MANY_SAMPLES:  # many samples were placed in a hurry
-        own = _own_plan(problem, options, hurry=False)
-        own_s = problem.predicted_s(own)
     return (rival, {"fallbacks": 1}) if rival_s < own_s else (own, {"fallbacks": 0})
 
 
@@ -87,11 +86,8 @@ def _rivals(problem: StepProblem, options: JointOptions, own_s: float) -> Iterat
         yield problem.predicted_s(plan), plan
 
 
-def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -> Microbatches:
-    """Every sample on a block of its own, in as few micro-batches as fit the budget.
-
-    In a `hurry`, many samples are placed with the quickest search.
-    """
+def _own_plan(problem: StepProblem, options: JointOptions) -> Microbatches:
+    """Every sample on a block of its own, in as few micro-batches as fit the budget."""
     widths = widths_allowed(problem, options.max_sp_degree)
     problem.check_fits(widths[-1], "raise max_sp_degree" if options.max_sp_degree else "use more ranks")
     loads = nested_loads(problem.cost, problem.lengths, widths)
@@ -104,7 +100,7 @@ def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -
             continue
         microbatches: list[MicrobatchPlan] = []
         for samples in (np.flatnonzero(part_of == part) for part in np.unique(part_of)):
-            placed = _place(problem, samples, loads[:, samples], widths, hurry)
+            placed = _place(problem, samples, loads[:, samples], widths)
             if placed is None:
                 break
             microbatches.append(placed)
@@ -113,27 +109,30 @@ def _own_plan(problem: StepProblem, options: JointOptions, hurry: bool = True) -
     raise AssertionError("one sample per micro-batch always fits")
 
 
-def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int], hurry: bool) -> MicrobatchPlan | None:
+def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]) -> MicrobatchPlan | None:
     """The best of several placements: as narrow as may be, and, where that is uneven, with one sample over all ranks.
 
     The latter are not tried for many samples, which are nearly even anyway.
     """
-    cluster = problem.cluster
+    cluster, lengths = problem.cluster, problem.lengths[samples]
+    floor = site_floor_s(problem.cost, lengths)
+    hidden = floor > 0
     question = Nest(
         samples=samples,
-        lengths=problem.lengths[samples],
-        loads=loads,
+        lengths=lengths,
+        loads=np.concatenate([loads[:3], loads[3:][hidden]]),
+        floor=np.concatenate([[0], floor, floor[hidden] * 0]),
         widths=widths,
         first_rank=0,
         num_ranks=cluster.num_ranks,
         ranks_per_node=cluster.ranks_per_node,
         capacity_tokens=problem.max_tokens_per_rank,
-        search=_search(problem, len(samples), hurry),
+        search=_search(problem, len(samples)),
     )
-    best = _solve(problem, question)
+    best = _solve(problem, question, floor)
     if best is not None and (best.excess <= UNEVEN or len(samples) > MANY_SAMPLES):
         return _lay_out(problem, best)
-    found = [best, *(_solve(problem, spread) for spread in _with_one_spread(problem, question))]
+    found = [best, *(_solve(problem, spread, floor) for spread in _with_one_spread(problem, question))]
     likely = sorted((nested for nested in found if nested), key=lambda nested: _worth_s(nested, nested.estimate_s))
     likely = likely[: 1 if len(problem.lengths) > FEW else NUM_PREDICTED]
     plans = [(nested, _lay_out(problem, nested)) for nested in likely]
@@ -142,11 +141,11 @@ def _place(problem: StepProblem, samples: Ints, loads: Floats, widths: list[int]
     return plans[0][1] if plans else None
 
 
-def _search(problem: StepProblem, num_samples: int, hurry: bool) -> Search:
+def _search(problem: StepProblem, num_samples: int) -> Search:
     """How hard to look for a micro-batch of so many samples: hard only in a step of few."""
     if len(problem.lengths) <= FEW:
         return THOROUGH if len(problem.lengths) <= HANDFUL else FINE
-    return QUICK if hurry and num_samples > MANY_SAMPLES else USUAL
+    return QUICK if num_samples > VERY_MANY else USUAL
 
 
 def _with_one_spread(problem: StepProblem, question: Nest) -> Iterator[Nest]:
@@ -163,8 +162,10 @@ def _worth_s(nested: _Nested, seconds: float) -> float:
     return seconds * (1 + WORTH * (nested.excess > LEVEL))
 
 
-def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
-    seconds = _wait_at_layers if problem.cluster.sync == "layer" else _wait_at_the_end
+def _solve(problem: StepProblem, question: Nest, floor: Floats) -> _Nested | None:
+    def seconds(height: Floats) -> Floats:
+        return _step_s(height, floor, problem.cluster.sync)
+
     found = nest(question, seconds)
     if found is None:
         return None
@@ -173,18 +174,22 @@ def _solve(problem: StepProblem, question: Nest) -> _Nested | None:
     tokens = np.bincount(shards[:, 1], weights=shards[:, 3] - shards[:, 2], minlength=question.num_ranks)
     # What follows tokens is as level as the shards; the rest is as the placement has it.
     token_s = question.loads[0, :, 0].sum() / question.lengths.sum()
-    estimate_s = float(seconds(np.stack([token_s * tokens, *height[1:]]))) + exposed_s(problem.cost, question.lengths)
+    estimate_s = float(seconds(np.stack([token_s * tokens, *height[1:]])))
+    if not floor.any():  # else it counts traffic already
+        estimate_s += exposed_s(problem.cost, question.lengths)
     return _Nested(estimate_s, placement, shards, float(tokens.max() / tokens.mean() - 1))
 
 
-def _wait_at_layers(height: Floats) -> Floats:
-    """Seconds of tables [..., dims, ranks] where every layer waits for its slowest rank."""
-    return np.asarray(height.max(axis=-1).sum(axis=-1))
-
-
-def _wait_at_the_end(height: Floats) -> Floats:
-    """The same where ranks wait at the end of the step only."""
-    return np.asarray(height.sum(axis=-2).max(axis=-1))
+def _step_s(height: Floats, floor: Floats, sync: str) -> Floats:
+    """Seconds of tables [..., dims, ranks] of linear work, both kinds of sites, and exchanges of those with a floor."""
+    linear, sites, exchanges = height[..., 0, :], height[..., 1:3, :], height[..., 3:, :]
+    if exchanges.shape[-2]:
+        hidden = floor > 0
+        sites = sites.copy()
+        sites[..., hidden, :] = np.maximum(sites[..., hidden, :], floor[hidden, None] + exchanges)
+    if sync == "step":
+        return np.asarray((linear + sites.sum(axis=-2)).max(axis=-1))
+    return np.asarray(linear.max(axis=-1) + sites.max(axis=-1).sum(axis=-1))
 
 
 def _lay_out(problem: StepProblem, nested: _Nested) -> MicrobatchPlan:

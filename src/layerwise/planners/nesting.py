@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class Search(NamedTuple):
     settles: bool = False
 
 
-QUICK = Search((0.03,), 0.25)
+QUICK = Search((0.01,), 0.25)
 USUAL = Search((0.004, 0.03), 0.25)
 FINE = Search((0.002, 0.006, 0.012, 0.022, 0.04, 0.08), 0.02)
 THOROUGH = Search((0.0, 0.004, 0.015, 0.03, 0.06, 0.12, 0.25), 0.0, settles=True)
@@ -47,6 +48,7 @@ class Nest:
     loads: float64 [dims, samples, widths], seconds that a sample adds to each rank of a block.
     widths: sizes of blocks, ascending, the first 1.
     lengths: int64 [samples], in tokens; capacity_tokens: of one rank.
+    floor: float64 [dims], seconds up to which a dimension costs nothing, since something else takes as long.
     pour_by_total: small samples level the sum of all dimensions, not the first.
     spread: a sample, by its place among these, that goes on the widest block whether or not it needs that.
     """
@@ -60,8 +62,25 @@ class Nest:
     ranks_per_node: int
     capacity_tokens: int
     search: Search
+    floor: Floats | float = 0.0
     pour_by_total: bool = False
     spread: int | None = None
+
+    @cached_property
+    def level(self) -> Floats:
+        """Seconds of every rank where all are level and nothing communicates, or the floor; float64 [dims]."""
+        return np.asarray(np.maximum(self.loads[:, :, 0].sum(axis=1) / self.num_ranks, self.floor))
+
+    @cached_property
+    def rise(self) -> Floats:
+        """How far the level rises because a sample communicates on a block, float64 [dims, samples, widths]."""
+        extra = self.loads * np.array(self.widths) - self.loads[:, :, :1]
+        return np.asarray(np.maximum(extra, 0, out=extra) / self.num_ranks)
+
+    @cached_property
+    def rise_s(self) -> Floats:
+        """The sum of `rise` over dimensions, float64 [samples, widths]."""
+        return np.asarray(self.rise.sum(axis=0))
 
 
 def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
@@ -69,8 +88,8 @@ def nest(problem: Nest, seconds: Seconds) -> tuple[Floats, Placement] | None:
 
     `seconds` says what such tables of seconds cost.
     """
-    level = problem.loads[:, :, 0].sum(axis=1) / problem.num_ranks
-    level_s, least_s = float(level.sum()), float(seconds(np.repeat(level[:, None], problem.num_ranks, axis=1)))
+    level_s = float(problem.level.sum())
+    least_s = float(seconds(np.repeat(problem.level[:, None], problem.num_ranks, axis=1)))
     best, best_s = None, np.inf
     for tolerance in problem.search.tolerances:
         if not problem.search.settles and best_s <= least_s + tolerance * level_s:
@@ -132,17 +151,16 @@ def _exchanged_nodes(first: Ints, end: Ints, problem: Nest) -> Ints:
 
 
 def _nest(problem: Nest, tolerance: float) -> tuple[Floats, Placement] | None:
-    single = problem.loads[:, :, 0]
-    level = np.maximum(single.sum(axis=1) / problem.num_ranks, 1e-30)
-    is_rock = (single > problem.search.rock_share * level[:, None]).any(axis=0)
-    size = (single / level[:, None]).max(axis=0)
+    single, level = problem.loads[:, :, 0], problem.level
+    is_rock = np.any(single > problem.search.rock_share * level[:, None], axis=0)
+    size = (single / np.where(level > 0, level, 1)[:, None]).max(axis=0)
     if problem.spread is not None:  # before all others
         is_rock[problem.spread], size[problem.spread] = True, np.inf
     order = np.lexsort([np.arange(len(size)), -size])
     # Small samples level the first dimension at the end; of the others, they add about as much to every rank.
     base = single[:, ~is_rock].sum(axis=1) / problem.num_ranks
     base[0] = 0.0
-    state = _Ranks(problem, level, base, tolerance)
+    state = _Ranks(problem, base, tolerance)
     for item in order[is_rock[order]].tolist():
         if not state.put(item, widths_from=len(problem.widths) - 1 if item == problem.spread else 0):
             return None
@@ -159,15 +177,17 @@ class _Ranks:
     The heap holds (share of the level that is used, rank); an entry whose share is not the rank's own is out of date.
     """
 
-    def __init__(self, problem: Nest, level: Floats, base: Floats, tolerance: float) -> None:
-        self.problem, self.level, self.single = problem, level, problem.loads[:, :, 0]
-        self.allowed_s = tolerance * float(level.sum())
+    def __init__(self, problem: Nest, base: Floats, tolerance: float) -> None:
+        self.problem, self.level, self.single = problem, problem.level, problem.loads[:, :, 0]
+        self.allowed_s = tolerance * float(self.level.sum())
+        # What only communication adds to is measured by the sum of all levels.
+        self.unit = np.where(self.level > 0, self.level, self.level.sum())
         self.height = np.repeat(base[:, None], problem.num_ranks, axis=1)
         self.tokens = np.zeros(problem.num_ranks, dtype=np.int64)
         self.first = np.zeros(len(problem.samples), dtype=np.int64)
         self.degree = np.ones(len(problem.samples), dtype=np.int64)
         self.blocks = [aligned_blocks(width, problem.num_ranks, problem.ranks_per_node) for width in problem.widths]
-        self.used = (self.height / level[:, None]).sum(axis=0).tolist()
+        self.used = (self.height / self.unit[:, None]).sum(axis=0).tolist()
         self.heap = [(share, rank) for rank, share in enumerate(self.used)]
 
     def put(self, item: int, widths_from: int = 0) -> bool:
@@ -182,8 +202,9 @@ class _Ranks:
         self.tokens[lo:hi] += -(-int(self.problem.lengths[item]) // (hi - lo))
         self.first[item], self.degree[item] = lo, hi - lo
         if index:
-            self.level = self.level + self._rise(item, index)
-        for rank, share in enumerate((self.height[:, lo:hi] / self.level[:, None]).sum(axis=0).tolist(), start=lo):
+            self.level = self.level + self.problem.rise[:, item, index]
+            self.unit = self.unit + self.problem.rise[:, item, index]
+        for rank, share in enumerate((self.height[:, lo:hi] / self.unit[:, None]).sum(axis=0).tolist(), start=lo):
             self.used[rank] = share
             heapq.heappush(self.heap, (share, rank))
         return True
@@ -203,37 +224,49 @@ class _Ranks:
         self.height[:, rank] = after
         self.tokens[rank] += length
         self.first[item] = rank
-        self.used[rank] = sum(x / y for x, y in zip(after, level, strict=True))
+        self.used[rank] = sum(x / y for x, y in zip(after, self.unit.tolist(), strict=True))
         heapq.heapreplace(self.heap, (self.used[rank], rank))
         return True
 
     def _best_block(self, item: int, widths_from: int) -> tuple[int, int, int] | None:
-        best: tuple[float, int, int] | None = None
-        length, level = int(self.problem.lengths[item]), self.level[:, None]
-        for index in range(widths_from, len(self.blocks)):
-            first, end = self.blocks[index]
-            after = np.maximum.reduceat(self.height, first, axis=1) + self.problem.loads[:, item, index, None]
-            above_s = np.maximum(after - level, 0).sum(axis=0)
-            share = -(-length // (end - first))
-            has_room = np.maximum.reduceat(self.tokens, first) + share <= self.problem.capacity_tokens
-            if not has_room.any():
+        """Index of a width, first rank and end of the narrowest block that stays level; else the one that costs least.
+
+        A width that cannot be level on any ranks is weighed only where it may cost less than the one found.
+        """
+        problem = self.problem
+        lowest = self.height.min(axis=1)[:, None] + problem.loads[:, item]
+        least_s = np.maximum(lowest - self.level[:, None], 0).sum(axis=0)
+        best, skipped = (np.inf, -1, -1), []
+        for index, above_s in enumerate(least_s.tolist()[widths_from:], start=widths_from):
+            if above_s > self.allowed_s:
+                skipped.append(index)
                 continue
-            rank = np.where(has_room, above_s + 1e-6 * (after / level).sum(axis=0) * self.level.sum(), np.inf)
-            block = int(rank.argmin())
-            costs_s = float(above_s[block] + self._rise(item, index).sum())
-            if best is None or costs_s < best[0]:
-                best = (costs_s, index, block)
-            if above_s[block] <= self.allowed_s:
+            block, above_s = self._lowest_block(item, index)
+            best = min(best, (above_s + float(problem.rise_s[item, index]), index, block))
+            if above_s <= self.allowed_s:
                 break
-        if best is None:
+        for index in skipped:
+            if least_s[index] + problem.rise_s[item, index] <= best[0]:
+                block, above_s = self._lowest_block(item, index)
+                best = min(best, (above_s + float(problem.rise_s[item, index]), index, block))
+        costs_s, index, block = best
+        if costs_s == np.inf:
             return None
-        _, index, block = best
         return index, int(self.blocks[index][0][block]), int(self.blocks[index][1][block])
 
-    def _rise(self, item: int, index: int) -> Floats:
-        """How far the level rises, float64 [dims], because the sample communicates on a block of this width."""
-        loads, width = self.problem.loads[:, item], self.problem.widths[index]
-        return np.maximum(loads[:, index] * width - loads[:, 0], 0) / self.problem.num_ranks
+    def _lowest_block(self, item: int, index: int) -> tuple[int, float]:
+        """The block of this width that the sample leaves lowest, and seconds above the level; infinite without room."""
+        first, end = self.blocks[index]
+        share = -(-int(self.problem.lengths[item]) // (end - first))
+        has_room = np.maximum.reduceat(self.tokens, first) + share <= self.problem.capacity_tokens
+        if not has_room.any():
+            return 0, np.inf
+        after = np.maximum.reduceat(self.height, first, axis=1) + self.problem.loads[:, item, index, None]
+        above_s = np.maximum(after - self.level[:, None], 0).sum(axis=0)
+        used = (after / self.unit[:, None]).sum(axis=0)
+        rank = np.where(has_room, above_s + 1e-6 * used * self.level.sum(), np.inf)
+        block = int(rank.argmin())
+        return block, float(above_s[block])
 
     def pour(self, items: Ints) -> bool:
         """Put small samples, longest first, each whole on the rank that has least to do; shared where none has room."""

@@ -1,13 +1,14 @@
 """Bin packing without domain knowledge: items of several loads into unlike bins with a capacity.
 
-A bin's height is its load; each dimension is as high as its highest bin, and the makespan is the sum of those
-heights.
+A bin is as high as its load; each dimension is as high as its highest bin, and the makespan is the sum of those
+heights. A dimension may have a second row of loads: a bin is as high as the higher of both.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ from layerwise.plan import Ints
 
 Floats = NDArray[np.float64]
 
-# The refinement minimises a p-norm over bins instead of the maximum, p = 2**4: it falls smoothly where several bins
-# tie. But where one dimension falls and another rises it may be stuck: hence once more with p = 2**7, nearly the
-# maximum. A change must gain this share of the makespan.
-DESCENTS = ((4, 3e-4), (7, 1e-5))
+# The refinement minimises a smooth maximum over bins, log(sum(exp(sharpness * x))) / sharpness of shares x of the
+# highest, which falls also where several bins tie. The less sharp, the less it gets stuck where one dimension falls and
+# another rises; the sharper, the nearer to the maximum. A change must gain this share of the makespan.
+COARSE, SHARP = ((16, 3e-4), (128, 1e-4)), ((1024, 5e-6),)
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
 # The refinement ends after so many changes that did not lower the sum of heights.
@@ -33,11 +34,12 @@ ROCK_SHARE = 0.12
 class Packing:
     """Items and bins; bins of one class are alike.
 
-    loads: float64 [dims, items, classes], what an item adds to a bin of the class.
-    base: float64 [dims, bins], the load of an empty bin.
+    loads: float64 [rows, items, classes], what an item adds to a bin of the class.
+    base: float64 [rows, bins], the load of an empty bin.
     bin_class: int64 [bins].
     tokens: int64 [items]; capacity_tokens: int64 [bins].
     allowed: bool [items, classes], or None where any item may go anywhere.
+    second_of: rows after the first `dims` are second rows, of these dimensions.
     """
 
     loads: Floats
@@ -46,17 +48,33 @@ class Packing:
     tokens: Ints
     capacity_tokens: Ints
     allowed: NDArray[np.bool_] | None = None
+    second_of: tuple[int, ...] = ()
+
+    @cached_property
+    def flat(self) -> Floats:
+        """The loads, float64 [rows, items * classes]: of item i in class k at i * classes + k."""
+        return np.ascontiguousarray(self.loads).reshape(len(self.loads), -1)
 
     def bin_loads(self, bin_of: Ints) -> Floats:
-        """The load of every bin, float64 [dims, bins], for `bin_of` int64 [items]."""
+        """The load of every bin, float64 [rows, bins], for `bin_of` int64 [items]."""
         items = np.arange(len(bin_of))
         added = self.loads[:, items, self.bin_class[bin_of]]
         num_bins = len(self.bin_class)
         return np.stack([np.bincount(bin_of, weights=row, minlength=num_bins) for row in added]) + self.base
 
+    def heights(self, loads: Floats) -> Floats:
+        """How high bins of these loads (float64 [rows, ...]) are, float64 [dims, ...]."""
+        if not self.second_of:
+            return loads
+        num_dims = len(loads) - len(self.second_of)
+        heights = loads[:num_dims].copy()
+        for dim, row in zip(self.second_of, loads[num_dims:], strict=True):
+            np.maximum(heights[dim], row, out=heights[dim])
+        return heights
+
     def makespan(self, bin_of: Ints) -> float:
         """The sum over dimensions of the highest bin."""
-        return float(self.bin_loads(bin_of).max(axis=1).sum())
+        return float(self.heights(self.bin_loads(bin_of)).max(axis=1).sum())
 
 
 def pack_longest_first(packing: Packing) -> Ints | None:
@@ -64,7 +82,7 @@ def pack_longest_first(packing: Packing) -> Ints | None:
 
     Large items weigh every class of bins; small ones, which level whatever the large ones left, take the lowest bin.
     """
-    heights, base = packing.loads.sum(axis=0), packing.base.sum(axis=0)
+    heights, base = packing.loads.sum(axis=0), (packing.base - packing.base.min(axis=1, keepdims=True)).sum(axis=0)
     order = np.lexsort([np.arange(len(heights)), -packing.tokens, -heights.mean(axis=1)])
     smallest = heights.min(axis=1)
     is_rock = smallest > ROCK_SHARE * (smallest.sum() + base.sum()) / len(packing.bin_class)
@@ -159,29 +177,27 @@ class _Bins:
         return True
 
 
-def refine(packing: Packing, bin_of: Ints, max_steps: int = 64) -> Ints:
-    """Move or swap items out of the highest bins; returns a `bin_of` that is no higher."""
-    for norm_doublings, min_gain in DESCENTS:
-        bin_of = _descend(packing, bin_of, norm_doublings, min_gain, max_steps)
+def refine(packing: Packing, bin_of: Ints, is_near: bool = False, max_steps: int = 64) -> Ints:
+    """Move or swap items out of the highest bins; returns a `bin_of` that is no higher.
+
+    is_near: the bins are nearly level, and only the last descent is worth its time.
+    """
+    for sharpness, min_gain in SHARP if is_near else COARSE + SHARP:
+        bin_of = _descend(packing, bin_of, sharpness, min_gain, max_steps)
     return bin_of
 
 
-def _descend(packing: Packing, bin_of: Ints, norm_doublings: int, min_gain: float, max_steps: int) -> Ints:
-    best, num_vain = bin_of, 0
-    bin_of = bin_of.copy()
-    round_ = _Round(packing, bin_of, norm_doublings)
-    best_s = round_.makespan_s
+def _descend(packing: Packing, bin_of: Ints, sharpness: int, min_gain: float, max_steps: int) -> Ints:
+    bins = _Filled(packing, bin_of, sharpness)
+    best, best_s, num_vain = bin_of, bins.makespan_s, 0
     for _ in range(max_steps):
-        change = max(round_.best_change(hot) for hot in round_.highest_bins())
+        change = bins.best_change()
         if change.gain <= min_gain or num_vain == PATIENCE:
             break
-        if change.partner >= 0:
-            bin_of[change.partner] = bin_of[change.item]
-        bin_of[change.item] = change.target
-        round_ = _Round(packing, bin_of, norm_doublings)
+        bins.make(change)
         num_vain += 1
-        if round_.makespan_s < best_s:
-            best, best_s, num_vain = bin_of.copy(), round_.makespan_s, 0
+        if bins.makespan_s < best_s:
+            best, best_s, num_vain = bins.bin_of.copy(), bins.makespan_s, 0
     return best
 
 
@@ -197,100 +213,115 @@ class _Change(NamedTuple):
     target: int
 
 
-class _Round:
-    """Items in bins, and what all changes of one round share.
+class _Filled:
+    """Bins with items in them, which change places one at a time.
 
-    loads: float64 [dims, bins]. powers: of the loads over the highest of their dimension; total: their sum. norm_s: the
-    p-norms of all dimensions. order: bins, the lowest first.
+    loads: float64 [rows, bins]; free: tokens, int64 [bins]. heights: float64 [dims, bins]; scale: the highest of each
+    dimension. weights: of the heights, as of `_weights`; total: their sum over bins. order: bins, the lowest first.
     """
 
-    def __init__(self, packing: Packing, bin_of: Ints, norm_doublings: int) -> None:
-        self.packing, self.bin_of, self.doublings = packing, bin_of, norm_doublings
+    def __init__(self, packing: Packing, bin_of: Ints, sharpness: int) -> None:
+        self.packing, self.bin_of, self.sharpness = packing, bin_of.copy(), sharpness
         self.loads = packing.bin_loads(bin_of)
-        self.height = self.loads.max(axis=1)
-        self.makespan_s = float(self.height.sum())
-        self.scale = np.where(self.height > 0, self.height, 1.0)
-        self.powers = _power(self.loads / self.scale[:, None], self.doublings)
-        self.total = self.powers.sum(axis=1)
-        self.norm_s = float((self.scale * _root(self.total, self.doublings)).sum())
-        self.order = np.argsort(self.loads.sum(axis=0), kind="stable")
         used = np.bincount(bin_of, weights=packing.tokens, minlength=len(packing.bin_class)).astype(np.int64)
         self.free = packing.capacity_tokens - used
+        self._measure()
 
-    def highest_bins(self) -> list[int]:
-        """The highest bin of every dimension, each once."""
-        return sorted(set(self.loads.argmax(axis=1).tolist()))
+    def _measure(self) -> None:
+        self.heights = self.packing.heights(self.loads)
+        scale = self.heights.max(axis=1)
+        self.makespan_s = float(scale.sum())
+        self.scale = np.where(scale > 0, scale, 1.0)
+        self.weights = _weights(self.heights / self.scale[:, None], self.sharpness)
+        self.total = self.weights.sum(axis=1)
+        self.order = np.argsort(self.heights.sum(axis=0), kind="stable")
 
-    def best_change(self, hot: int) -> _Change:
-        """Of all changes of an item of bin `hot`, the one after which the norm is least."""
-        packing = self.packing
-        items = _every_kth(np.flatnonzero(self.bin_of == hot))
-        partners, targets = self._partners(hot)
-        if not len(items) or not len(targets):
+    def make(self, change: _Change) -> None:
+        """Let the change happen."""
+        packing, hot = self.packing, int(self.bin_of[change.item])
+        if change.partner >= 0:
+            self.bin_of[change.partner] = hot
+        self.bin_of[change.item] = change.target
+        for index in (hot, change.target):
+            items = np.flatnonzero(self.bin_of == index)
+            self.free[index] = packing.capacity_tokens[index] - packing.tokens[items].sum()
+            added = packing.loads[:, items, packing.bin_class[index]].sum(axis=1)
+            self.loads[:, index] = packing.base[:, index] + added
+        self._measure()
+
+    def best_change(self) -> _Change:
+        """Of all changes that lower the highest bin of some dimension, the one that leaves them lowest."""
+        partners, targets = self._partners()
+        num_dims, hottest = len(self.heights), self.loads.argmax(axis=1).tolist()
+        rows = list(range(num_dims))
+        for row, dim in enumerate(self.packing.second_of, start=num_dims):
+            if self.loads[row, hottest[row]] > self.loads[dim, hottest[dim]]:
+                rows[dim] = row
+        found = [self._lowering(row, hottest[row], partners, targets) for row in rows]
+        items, partners, targets = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        if not len(items):
             return _Change(0.0, -1, -1, -1)
-        is_swap = partners >= 0
-        hot_class, target_class = packing.bin_class[hot], packing.bin_class[targets]
-        # All as shares of the highest bin of their dimension, before they broadcast to items x partners.
-        scale = self.scale[:, None]
-        moving = packing.loads[:, items] / scale[:, None]
-        arriving = packing.loads[:, partners, hot_class] * is_swap / scale
-        leaving = packing.loads[:, partners, target_class] * is_swap
-        powers = np.empty((2, len(scale), len(items), len(partners)))
-        np.add((self.loads[:, [hot]] / scale - moving[:, :, hot_class])[:, :, None], arriving[:, None], out=powers[0])
-        np.take(moving, target_class, axis=2, out=powers[1])
-        powers[1] += ((self.loads[:, targets] - leaving) / scale)[:, None]
-        with np.errstate(over="ignore"):  # a bin far above all others
-            powers = _power(powers, self.doublings)
-        # Rounding may leave less than nothing where both bins are nearly empty.
-        rest = np.maximum(self.total[:, None] - self.powers[:, [hot]] - self.powers[:, targets], 0)
-        norm = powers[0]
-        norm += powers[1]
-        norm += rest[:, None]
-        norm_s = np.where(
-            self._fits(items, partners, targets, hot),
-            (self.scale @ _root(norm, self.doublings).reshape(len(scale), -1)).reshape(norm.shape[1:]),
-            np.inf,
-        )
-        row, column = divmod(int(norm_s.argmin()), len(partners))
-        gain = (self.norm_s - float(norm_s[row, column])) / self.makespan_s
-        return _Change(gain, int(items[row]), int(partners[column]), int(targets[column]))
+        above = self._above(items, partners, targets)
+        best = int(above.argmin())
+        gain = float(self.scale @ np.log(self.total)) / self.sharpness - float(above[best])
+        return _Change(gain / self.makespan_s, int(items[best]), int(partners[best]), int(targets[best]))
 
-    def _partners(self, hot: int) -> tuple[Ints, Ints]:
-        """What an item of bin `hot` may trade with: nothing (-1) in a lower bin, or an item of a low bin."""
-        movable = self.order[: MAX_PARTNERS + 1]
-        movable = movable[movable != hot][:MAX_PARTNERS]
-        low = np.zeros(len(self.order), dtype=bool)
-        low[movable[:MAX_PARTNER_BINS]] = True
-        swaps = _every_kth(np.flatnonzero(low[self.bin_of]))
+    def _lowering(self, row: int, hot: int, partners: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
+        """Changes of items of bin `hot` that lower it in this row, and leave the other below what it was."""
+        packing, loads, bins = self.packing, self.packing.loads[row], self.loads[row]
+        items = _every_kth(np.flatnonzero(self.bin_of == hot))
+        hot_class, target_class, is_swap = packing.bin_class[hot], packing.bin_class[targets], partners >= 0
+        after = loads[items][:, target_class]
+        after += bins[targets] - loads[partners, target_class] * is_swap
+        grows = packing.tokens[items][:, None] - packing.tokens[partners] * is_swap
+        lowers = after < bins[hot]
+        lowers &= loads[items, hot_class][:, None] > loads[partners, hot_class] * is_swap
+        lowers &= grows <= self.free[targets]
+        lowers &= grows >= -self.free[hot]
+        if packing.allowed is not None:
+            lowers &= packing.allowed[items][:, target_class]
+            lowers &= packing.allowed[partners, hot_class] | ~is_swap
+        at, column = np.nonzero(lowers)
+        return items[at], partners[column], targets[column]
+
+    def _partners(self) -> tuple[Ints, Ints]:
+        """What an item may trade with, and its bin: nothing (-1) in a lower bin, or an item of a low bin."""
+        movable, is_low = self.order[:MAX_PARTNERS], np.zeros(len(self.order), dtype=bool)
+        is_low[movable[:MAX_PARTNER_BINS]] = True
+        swaps = _every_kth(np.flatnonzero(is_low[self.bin_of]))
         return np.concatenate([np.full(len(movable), -1), swaps]), np.concatenate([movable, self.bin_of[swaps]])
 
-    def _fits(self, items: Ints, partners: Ints, targets: Ints, hot: int) -> NDArray[np.bool_]:
-        """Whether both bins stay within capacity and allow their new items, bool [items, partners]."""
-        packing, is_swap = self.packing, partners >= 0
-        grows = packing.tokens[items][:, None] - (packing.tokens[partners] * is_swap)[None, :]
-        fits = (grows <= self.free[targets][None, :]) & (-grows <= self.free[hot])
-        if packing.allowed is not None:
-            fits &= packing.allowed[items][:, packing.bin_class[targets]]
-            fits &= (packing.allowed[partners, packing.bin_class[hot]] | ~is_swap)[None, :]
-        return np.asarray(fits)
+    def _above(self, items: Ints, partners: Ints, targets: Ints) -> Floats:
+        """How far the smooth makespan is above the present one after each change, float64 [changes]."""
+        packing, hot, is_swap = self.packing, self.bin_of[items], partners >= 0
+        num_classes = packing.loads.shape[2]
+        after = np.empty((len(self.loads), 2, len(items)))
+        for side, (bins, sign) in enumerate(((hot, -1), (targets, 1))):
+            kind = packing.bin_class[bins]
+            moving = packing.flat.take(items * num_classes + kind, axis=1)
+            moving -= packing.flat.take(is_swap * partners * num_classes + kind, axis=1) * is_swap
+            after[:, side] = self.loads.take(bins, axis=1) + sign * moving
+        heights = packing.heights(after)
+        heights /= self.scale[:, None, None]
+        weights = _weights(heights, self.sharpness)
+        total = self.total[:, None] - self.weights.take(hot, axis=1) - self.weights.take(targets, axis=1)
+        np.maximum(total, 0, out=total)  # rounding may leave less than nothing where both bins are nearly empty
+        total += weights[:, 0]
+        total += weights[:, 1]
+        with np.errstate(divide="ignore"):  # nothing left in any bin
+            return np.asarray(self.scale @ np.log(total, out=total) / self.sharpness)
 
 
 def _every_kth(items: Ints) -> Ints:
     return items[:: -(-len(items) // MAX_PARTNERS) or 1]
 
 
-def _power(x: Floats, doublings: int) -> Floats:
-    x = x * x
-    for _ in range(doublings - 1):
-        np.multiply(x, x, out=x)
-    return x
-
-
-def _root(x: Floats, doublings: int) -> Floats:
-    x = np.sqrt(x)
-    for _ in range(doublings - 1):
-        np.sqrt(x, out=x)
-    return x
+def _weights(shares: Floats, sharpness: int) -> Floats:
+    """exp(sharpness * (share - 1)); overwrites `shares`, of the highest bin of each dimension."""
+    shares -= 1
+    shares *= sharpness
+    with np.errstate(over="ignore"):  # a bin far above all others
+        return np.asarray(np.exp(shares, out=shares))
 
 
 def split_parts(

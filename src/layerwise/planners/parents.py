@@ -86,8 +86,10 @@ def _settle(problem: StepProblem, best: Repacked, options: RepackOptions) -> Rep
     (task,) = make_tasks(problem, samples, [partition], repacked_class(problem, options))
     bin_of = np.repeat(np.arange(len(parents)), [len(parent.samples) for parent in parents])
     for _ in range(NUM_SETTLED):
-        beyond_s = _group_loads(problem, best, parents) - task.packing.bin_loads(bin_of)
-        moved = refine(replace(task.packing, base=task.packing.base + beyond_s), bin_of)
+        packing = task.packing
+        beyond_s = _group_loads(problem, best, parents) - packing.heights(packing.bin_loads(bin_of))
+        beyond_s = np.concatenate([beyond_s, beyond_s[list(packing.second_of)]])
+        moved = refine(replace(packing, base=packing.base + beyond_s), bin_of)
         if np.array_equal(moved, bin_of):
             break
         found = Grouping(task.seconds(moved), partition, samples, task, moved)
