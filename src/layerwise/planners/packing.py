@@ -24,6 +24,10 @@ Floats = NDArray[np.float64]
 COARSE, SHARP = ((16, 3e-4), (128, 1e-4)), ((1024, 5e-6),)
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
+# Gains below this share are rounding.
+ROUNDING = 1e-12
+# Dimensions below this share of the makespan are left as they are.
+MIN_SHARE = 0.05
 # The refinement ends after so many changes that did not lower the sum of heights.
 PATIENCE = 3
 # An item above this share of the mean bin is large.
@@ -196,7 +200,7 @@ def _descend(packing: Packing, bin_of: Ints, sharpness: int, min_gain: float, ma
             break
         bins.make(change)
         num_vain += 1
-        if bins.makespan_s < best_s:
+        if bins.makespan_s < best_s * (1 - ROUNDING):
             best, best_s, num_vain = bins.bin_of.copy(), bins.makespan_s, 0
     return best
 
@@ -242,22 +246,19 @@ class _Filled:
         if change.partner >= 0:
             self.bin_of[change.partner] = hot
         self.bin_of[change.item] = change.target
-        for index in (hot, change.target):
-            items = np.flatnonzero(self.bin_of == index)
-            self.free[index] = packing.capacity_tokens[index] - packing.tokens[items].sum()
-            added = packing.loads[:, items, packing.bin_class[index]].sum(axis=1)
-            self.loads[:, index] = packing.base[:, index] + added
+        for index, sign in ((hot, -1), (change.target, 1)):
+            kind = packing.bin_class[index]
+            self.loads[:, index] += sign * packing.loads[:, change.item, kind]
+            self.free[index] -= sign * packing.tokens[change.item]
+            if change.partner >= 0:
+                self.loads[:, index] -= sign * packing.loads[:, change.partner, kind]
+                self.free[index] += sign * packing.tokens[change.partner]
         self._measure()
 
     def best_change(self) -> _Change:
         """Of all changes that lower the highest bin of some dimension, the one that leaves them lowest."""
         partners, targets = self._partners()
-        num_dims, hottest = len(self.heights), self.loads.argmax(axis=1).tolist()
-        rows = list(range(num_dims))
-        for row, dim in enumerate(self.packing.second_of, start=num_dims):
-            if self.loads[row, hottest[row]] > self.loads[dim, hottest[dim]]:
-                rows[dim] = row
-        found = [self._lowering(row, hottest[row], partners, targets) for row in rows]
+        found = [self._lowering(row, hot, partners, targets) for row, hot in self._highest()]
         items, partners, targets = (np.concatenate(columns) for columns in zip(*found, strict=True))
         if not len(items):
             return _Change(0.0, -1, -1, -1)
@@ -265,6 +266,16 @@ class _Filled:
         best = int(above.argmin())
         gain = float(self.scale @ np.log(self.total)) / self.sharpness - float(above[best])
         return _Change(gain / self.makespan_s, int(items[best]), int(partners[best]), int(targets[best]))
+
+    def _highest(self) -> list[tuple[int, int]]:
+        """The row and the bin that each dimension's height is that of; low dimensions are left out."""
+        num_dims, hottest = len(self.heights), self.loads.argmax(axis=1).tolist()
+        rows = list(range(num_dims))
+        for row, dim in enumerate(self.packing.second_of, start=num_dims):
+            if self.loads[row, hottest[row]] > self.loads[dim, hottest[dim]]:
+                rows[dim] = row
+        is_high = (self.scale >= MIN_SHARE * self.makespan_s).tolist()
+        return [(row, hottest[row]) for row, high in zip(rows, is_high, strict=True) if high]
 
     def _lowering(self, row: int, hot: int, partners: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
         """Changes of items of bin `hot` that lower it in this row, and leave the other below what it was."""
