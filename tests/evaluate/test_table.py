@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from layerwise.evaluate.table import COLUMNS, evaluate, render, strategy_rows
+from layerwise.evaluate.table import COLUMNS, cells, evaluate, render, strategy_rows
 from tests.evaluate.builders import step_result, strategy_step
 
 # dynamic 10 + 30 s, repack 8 + 30 s; model FLOPs are worth 0.5 x 10 + 0.4 x 30 = 17 s at the peak.
@@ -45,6 +45,12 @@ def test_interval_holds_the_saving_and_narrows_with_equal_steps() -> None:
     assert 0.0 < low < 5.0 < high < 20.0
     assert strategy_rows(STEPS * 10, seed=0) == strategy_rows(STEPS * 10, seed=0)
     assert strategy_rows(STEPS[:1] * 5)["repack"].saving_ci_pct == pytest.approx((20.0, 20.0))
+
+
+def test_one_step_has_no_interval() -> None:
+    figures = strategy_rows(STEPS[:1])["repack"]
+    assert figures.saving_ci_pct is None
+    assert dict(zip(COLUMNS, cells(figures), strict=True))["95% interval"] == "-"
 
 
 def test_wide_steps_are_told_apart() -> None:

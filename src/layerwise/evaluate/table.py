@@ -24,7 +24,8 @@ _RESAMPLES = 2000
 class Figures:
     """One strategy over some steps; percentages are 0 to 100, and savings are those of the baseline's seconds.
 
-    step_s: mean. saving_pct: of the mean. saving_ci_pct: its 95% bootstrap interval, over pairs of steps.
+    step_s: mean. saving_pct: of the mean. saving_ci_pct: its 95% bootstrap interval, over pairs of steps; None where
+    there is one step.
     mfu: model FLOPs of the steps over what the ranks could do in their seconds. mfu_points: above the baseline's.
     gap_to_ideal_pct: seconds above those of the ideal, in percent of the ideal's.
     worst_step_saving_pct: of the step where the strategy does worst; negative where it is slower than the baseline.
@@ -33,7 +34,7 @@ class Figures:
 
     step_s: float
     saving_pct: float
-    saving_ci_pct: tuple[float, float]
+    saving_ci_pct: tuple[float, float] | None
     mfu: float
     mfu_points: float
     gap_to_ideal_pct: float
@@ -87,8 +88,10 @@ def _saving_pct(base: Floats, seconds: Floats) -> float:
     return 100 * (1 - float(seconds.sum() / base.sum()))
 
 
-def _interval_pct(base: Floats, seconds: Floats, seed: int) -> tuple[float, float]:
+def _interval_pct(base: Floats, seconds: Floats, seed: int) -> tuple[float, float] | None:
     """Percentile bootstrap: steps drawn with replacement, each with its baseline."""
+    if len(base) == 1:
+        return None
     drawn = np.random.default_rng(seed).integers(len(base), size=(_RESAMPLES, len(base)))
     savings = 100 * (1 - seconds[drawn].sum(axis=1) / base[drawn].sum(axis=1))
     outside = (100 - CONFIDENCE_PCT) / 2
@@ -133,11 +136,11 @@ COLUMNS = ("step s", "saved %", "95% interval", "MFU %", "MFU pts", "over ideal 
 
 def cells(figures: Figures) -> list[str]:
     """The figures as text, in the order of COLUMNS."""
-    low, high = figures.saving_ci_pct
+    interval = figures.saving_ci_pct
     return [
         f"{figures.step_s:#.4g}",
         f"{figures.saving_pct:.2f}",
-        f"[{low:.2f}, {high:.2f}]",
+        f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "-",
         f"{100 * figures.mfu:.2f}",
         f"{figures.mfu_points:+.2f}",
         f"{figures.gap_to_ideal_pct:.2f}",

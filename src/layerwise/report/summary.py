@@ -272,7 +272,8 @@ def _gaps_table(summary: PlanSummary) -> RichTable:
 
 def _samples_table(summary: PlanSummary) -> RichTable:
     kinds = sorted(summary.samples[0].attention_ranks, key=lambda kind: kind != FULL)
-    title = f"The {len(summary.samples)} longest samples, and the ranks they are on"
+    count = len(summary.samples)
+    title = f"The {count} longest samples" if count > 1 else "The longest sample"
     table = _table(title, "sample", "tokens", "micro-batch", "owners", *kinds)
     for row in summary.samples:
         spans = [row.attention_ranks[kind] for kind in kinds]
