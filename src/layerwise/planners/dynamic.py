@@ -24,8 +24,8 @@ TIGHT_FILL = 0.85
 # Groupings of a handful of samples that are predicted: every rank plans every step.
 NUM_PREDICTED = 6
 
-# Estimates take shares as level, to a fraction of a token: predictions may be less by this share.
-ROUNDING = 0.002
+# Estimates take shares as level, to a fraction of a token, so predictions are no less than them but for float64 sums.
+ROUNDING = 1e-6
 
 # The groupings tried for the samples of each micro-batch, fastest first.
 Division = list[list[Grouping]]
