@@ -6,7 +6,7 @@ import pytest
 from layerwise.cost import CostModel, predict
 from layerwise.errors import DataError, InfeasibleError, SpecError
 from layerwise.planners import STRATEGIES, Planner, plan_step
-from layerwise.planners.dynamic import group_step, least_s
+from layerwise.planners.dynamic import ROUNDING, group_step, least_s
 from layerwise.planners.estimate import GroupClass
 from layerwise.planners.grouping import group_samples, least_fluid_s
 from layerwise.planners.halo import halo_class
@@ -228,6 +228,7 @@ def test_estimates_are_predictions_but_for_rounding(seed: int, params: bool, syn
         assert (exposed_s > 0).any() == params
         assert (exposed_s == 0).any()
         assert found.estimate_s == pytest.approx(predicted.seconds, rel=2e-3)
+        assert found.estimate_s <= (1 + ROUNDING) * predicted.seconds
 
 
 def test_no_least_seconds_are_known_of_groups_that_cut_queries() -> None:
