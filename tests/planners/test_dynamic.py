@@ -5,10 +5,11 @@ import pytest
 
 from layerwise.cost import CostModel, predict
 from layerwise.errors import DataError, InfeasibleError, SpecError
+from layerwise.plan import Parent
 from layerwise.planners import STRATEGIES, Planner, plan_step
 from layerwise.planners.dynamic import ROUNDING, group_step, least_s
 from layerwise.planners.estimate import GroupClass
-from layerwise.planners.grouping import group_samples, least_fluid_s
+from layerwise.planners.grouping import group_samples, least_fluid_s, make_tasks
 from layerwise.planners.halo import halo_class
 from layerwise.planners.layout import lay_out
 from layerwise.planners.partitions import partitions, tile_cluster, widths_allowed
@@ -229,6 +230,37 @@ def test_estimates_are_predictions_but_for_rounding(seed: int, params: bool, syn
         assert (exposed_s == 0).any()
         assert found.estimate_s == pytest.approx(predicted.seconds, rel=2e-3)
         assert found.estimate_s <= (1 + ROUNDING) * predicted.seconds
+
+
+@pytest.mark.parametrize("length", [1, 7, 1001])
+def test_no_least_seconds_are_known_where_heads_do_not_divide(length: int) -> None:
+    """3 KV heads on 2 ranks: where the rank with the larger share owns the odd token, less travels than estimated."""
+    rates = {"fast_bytes_per_s": 1e6, "slow_bytes_per_s": 1e6, "message_latency_s": 0.0}
+    cluster = make_cluster(2, **rates)
+    model = make_model(24, 3, layer_types=("sliding_attention",), num_layers=1, sliding_window=8192, head_dim=128)
+    cost = CostModel(cluster=cluster, model=model)
+    problem = StepProblem(lengths=np.array([length] * 14), cost=cost, max_tokens_per_rank=100_000)
+    (found,) = group_samples(problem, np.arange(14), [tile_cluster((2,), 2, 2)], GroupClass)
+    predicted = cost.time_microbatch(lay_out(problem.lengths, cost.attention, found.parents()))
+    assert found.estimate_s > (1 + ROUNDING) * predicted.seconds
+    assert least_s(problem, [[found]]) == 0
+
+
+def test_groups_without_samples_send_nothing() -> None:
+    """Their messages are no part of the estimate, whatever latency a message has."""
+    cost = CostModel(cluster=make_cluster(16, message_latency_s=1.0), model=make_model())
+    problem = StepProblem(lengths=np.array([5] * 8), cost=cost, max_tokens_per_rank=100)
+    partition = tile_cluster((8, *(1,) * 8), 16, 8)
+    (task,) = make_tasks(problem, np.arange(8), [partition], GroupClass)
+    bin_of = np.arange(1, 9)
+    predicted = cost.time_microbatch(
+        lay_out(
+            problem.lengths,
+            cost.attention,
+            tuple(Parent(first_rank=int(partition.first[i]), sp_degree=1, samples=(i - 1,)) for i in bin_of.tolist()),
+        )
+    )
+    assert task.seconds(bin_of) == pytest.approx(predicted.seconds, rel=1e-9)
 
 
 def test_no_least_seconds_are_known_of_groups_that_cut_queries() -> None:

@@ -98,3 +98,15 @@ def test_parents_and_children_are_tried_where_ours_is_far_from_level(seed: int) 
         lengths, cluster=specs[0], model=specs[1], strategy="repack+parents", max_tokens_per_rank=budget
     )
     assert seconds(ours, specs) <= seconds(parents, specs)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 6])
+def test_no_slower_than_halos_in_steps_of_few_samples(seed: int) -> None:
+    cluster = load_cluster("paper").model_copy(update={"num_nodes": 16, "expert_parallel_degree": 1})
+    specs = cluster, load_model("paper-1f3s")
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.uniform(np.log(1000), np.log(90000), 24)).astype(int).tolist()
+    ours = plan_joint(lengths, specs, spare=1.5)
+    budget = ours.max_tokens_per_rank
+    halo = plan_step(lengths, cluster=specs[0], model=specs[1], strategy="halo", max_tokens_per_rank=budget)
+    assert seconds(ours, specs) <= seconds(halo, specs)

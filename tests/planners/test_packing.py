@@ -105,6 +105,26 @@ def test_refining_returns_the_start_where_smoothing_misleads() -> None:
     assert refine(packing, np.array([0, 0, 1])).tolist() == [0, 0, 1]
 
 
+@pytest.mark.filterwarnings("error")
+def test_refining_bins_of_very_unlike_heights() -> None:
+    """Changes that leave next to nothing in one dimension, or multiply the height of another, stay finite."""
+    loads = np.array([[1.0, 1e-4, 1e-4], [1e-3, 5.0, 1.0]])[:, :, None]
+    packing = Packing(
+        loads=np.concatenate([loads, loads / 100], axis=2),
+        base=np.zeros((2, 4)),
+        bin_class=np.array([0, 0, 1, 1]),
+        tokens=np.ones(3, dtype=np.int64),
+        capacity_tokens=np.full(4, 3),
+    )
+    for start in product(range(4), repeat=3):
+        for is_near in (True, False):
+            end = refine(packing, np.array(start), is_near)
+            assert packing.makespan(end) <= packing.makespan(np.array(start))
+    assert packing.makespan(refine(packing, np.zeros(3, dtype=np.int64))) < 0.1 * packing.makespan(
+        np.zeros(3, np.int64)
+    )
+
+
 def test_an_item_that_fits_nowhere() -> None:
     assert pack_longest_first(_packing([6, 6, 6], 2, capacity=10)) is None
     assert pack_longest_first(_packing([6, 4, 6], 2, capacity=10)) is not None

@@ -97,14 +97,11 @@ def _estimate_s(division: Division) -> float:
 def least_s(problem: StepProblem, division: Division) -> float:
     """Seconds below which the prediction of the division's plan is not, but for rounding; 0 where that is not known.
 
-    Estimates take shares and traffic as level. A group that is wider than a layer has heads cuts queries, and sends
-    fewer keys; and micro-batches do not add up where ranks wait for one another at the end of the step only.
+    Micro-batches do not add up where ranks wait for one another at the end of the step only.
     """
-    widest = max(int(groupings[0].partition.size.max()) for groupings in division)
-    cuts_queries = any(widest > spec.num_heads for spec in problem.cost.attention.values())
+    degrees = np.concatenate([groupings[0].partition.size for groupings in division])
     adds_up = len(division) == 1 or problem.cluster.sync == "layer"
-    is_bound = problem.estimates_are_bounds and adds_up and not cuts_queries
-    return _estimate_s(division) if is_bound else 0.0
+    return _estimate_s(division) if adds_up and problem.estimates_are_bounds(degrees) else 0.0
 
 
 def _splits(problem: StepProblem, num_microbatches: int) -> Iterator[list[Ints]]:

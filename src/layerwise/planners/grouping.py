@@ -56,7 +56,9 @@ class Task(NamedTuple):
         table = np.zeros((1 + len(self.compute_s), num_bins))
         for row, added in zip(table, (self.tokens[items, kinds], *self.compute_s[:, items, kinds]), strict=True):
             row[:] = np.bincount(bin_of, weights=added, minlength=num_bins)
-        loads = packing.bin_loads(bin_of)[: self.num_dims] + exposed_loads(self.cost, table[1:], table[0])
+        is_empty = np.bincount(bin_of, minlength=num_bins) == 0  # and sends nothing
+        loads = packing.bin_loads(bin_of) - is_empty * packing.base
+        loads = loads[: self.num_dims] + exposed_loads(self.cost, table[1:], table[0])
         return float(loads.max(axis=1).sum())
 
     @property

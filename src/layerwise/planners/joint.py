@@ -18,7 +18,7 @@ from layerwise.cost import Floats
 from layerwise.plan import Ints, MicrobatchPlan, Parent
 from layerwise.planners.dynamic import ROUNDING, group_step, least_s, level_s, plan_dynamic
 from layerwise.planners.estimate import exposed_s, nested_loads, site_floor_s
-from layerwise.planners.halo import halo_samples, lay_out_halos
+from layerwise.planners.halo import HaloOptions, halo_samples, lay_out_halos, plan_halo
 from layerwise.planners.layout import Placement, level_shard_rows
 from layerwise.planners.nesting import FINE, QUICK, THOROUGH, USUAL, Nest, Search, nest
 from layerwise.planners.packing import split_parts
@@ -73,15 +73,15 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[Microbatche
 def _rivals(problem: StepProblem, options: JointOptions, own_s: float) -> Iterator[tuple[float, Microbatches]]:
     """Plans of other strategies that may take less than `own_s`, and their predicted seconds."""
     count, dynamic_s = len(problem.lengths), least_s(problem, group_step(problem, options))
+    is_far = own_s > (1 + FAR) * level_s(problem, np.arange(count))
     if count <= HANDFUL or dynamic_s <= (1 + ROUNDING) * own_s:
         plan = plan_dynamic(problem, options)
         dynamic_s = problem.predicted_s(plan)
         yield dynamic_s, plan
-    if count <= HANDFUL or (
-        count <= FEW
-        and own_s > (1 + FAR) * level_s(problem, np.arange(count))
-        and own_s > (1 - REPACKING_SAVES) * dynamic_s
-    ):
+    if count <= FEW or dynamic_s < own_s:
+        plan = plan_halo(problem, HaloOptions(max_sp_degree=options.max_sp_degree))[0]
+        yield problem.predicted_s(plan), plan
+    if count <= HANDFUL or (count <= FEW and is_far and own_s > (1 - REPACKING_SAVES) * dynamic_s):
         plan = plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
         yield problem.predicted_s(plan), plan
 

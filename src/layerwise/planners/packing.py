@@ -24,6 +24,8 @@ Floats = NDArray[np.float64]
 COARSE, SHARP = ((16, 3e-4), (128, 1e-4)), ((1024, 5e-6),)
 MAX_PARTNER_BINS = 12
 MAX_PARTNERS = 32
+# What float64 holds of exponentials, and of a few of them added up.
+MAX_EXPONENT, MIN_WEIGHT = 700.0, 1e-300
 # Gains below this share are rounding.
 ROUNDING = 1e-12
 # Dimensions below this share of the makespan are left as they are.
@@ -316,11 +318,11 @@ class _Filled:
         heights /= self.scale[:, None, None]
         weights = _weights(heights, self.sharpness)
         total = self.total[:, None] - self.weights.take(hot, axis=1) - self.weights.take(targets, axis=1)
-        np.maximum(total, 0, out=total)  # rounding may leave less than nothing where both bins are nearly empty
+        # All bins may be far lower now, and rounding may leave less than nothing where both were nearly empty.
+        np.maximum(total, MIN_WEIGHT, out=total)
         total += weights[:, 0]
         total += weights[:, 1]
-        with np.errstate(divide="ignore"):  # nothing left in any bin
-            return np.asarray(self.scale @ np.log(total, out=total) / self.sharpness)
+        return np.asarray(self.scale @ np.log(total, out=total) / self.sharpness)
 
 
 def _every_kth(items: Ints) -> Ints:
@@ -328,11 +330,11 @@ def _every_kth(items: Ints) -> Ints:
 
 
 def _weights(shares: Floats, sharpness: int) -> Floats:
-    """exp(sharpness * (share - 1)); overwrites `shares`, of the highest bin of each dimension."""
+    """exp(sharpness * (share - 1)), within float64; overwrites `shares`, of the highest bin of each dimension."""
     shares -= 1
     shares *= sharpness
-    with np.errstate(over="ignore"):  # a bin far above all others
-        return np.asarray(np.exp(shares, out=shares))
+    np.minimum(shares, MAX_EXPONENT, out=shares)  # a bin far above all others
+    return np.asarray(np.exp(shares, out=shares))
 
 
 def split_parts(

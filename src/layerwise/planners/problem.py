@@ -73,10 +73,18 @@ class StepProblem:
         """Predicted seconds of the step in these micro-batches."""
         return self.cost.step_s([self.cost.time_microbatch(microbatch) for microbatch in microbatches])
 
-    @property
-    def estimates_are_bounds(self) -> bool:
-        """Whether predictions are no less than estimates, which do not know what attention hides of exchanges."""
-        return self.cluster.overlap_parts == 1
+    def estimates_are_bounds(self, degrees: Ints) -> bool:
+        """Whether predictions are no less than the estimates of groups of these degrees.
+
+        Estimates do not know what attention hides of exchanges, nor which rank gets the larger share where heads do not
+        divide; and in a group wider than the heads a rank with fewer queries gets fewer keys.
+        """
+        divides = (
+            spec.num_heads % degree == 0 and 0 in (spec.num_kv_heads % degree, degree % spec.num_kv_heads)
+            for spec in self.cost.attention.values()
+            for degree in np.unique(degrees).tolist()
+        )
+        return self.cluster.overlap_parts == 1 and all(divides)
 
     @property
     def fewest_microbatches(self) -> int:

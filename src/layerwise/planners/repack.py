@@ -149,9 +149,10 @@ def try_grouping(
 ) -> Repacked:
     """The faster of `best` and another grouping, repacked, which takes `least_s` seconds where children are level.
 
-    Without fallback, all its parents must have been repacked.
+    Where nothing hides exchanges, one that would be slower even so is not repacked. Without fallback, all its parents
+    must have been repacked.
     """
-    if problem.estimates_are_bounds and least_s > (1 + ROUNDING) * best.times(problem).seconds:
+    if problem.cluster.overlap_parts == 1 and least_s > (1 + ROUNDING) * best.times(problem).seconds:
         return best
     result = repack_microbatch(problem, found.parents(), options, layout)
     is_legal = options.fallback or result.num_repacked == len(result.wide)
