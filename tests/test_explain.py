@@ -16,7 +16,7 @@ from layerwise.cli import app
 from layerwise.cost import CostModel
 from layerwise.errors import SpecError
 from layerwise.explain.elsewhere import Moving
-from layerwise.explain.sample import Explanation, explain_sample, find_terms, render
+from layerwise.explain.sample import Explanation, _difference, explain_sample, find_terms, render
 from layerwise.plan import MicrobatchPlan, StepPlan, shard_table, tile_table
 from layerwise.planners import STRATEGIES, plan_step
 from tests.planners.builders import WIDE_CLUSTER, WIDE_MODEL, make_cluster, make_model, wide_plan
@@ -157,6 +157,13 @@ def test_shares_and_what_is_waited_for() -> None:
     assert explanation.sample.attention_ranks["full_attention"] == "0-15"
     assert explanation.is_waited_for  # its group is all ranks
     assert f"on rank {explanation.largest.rank}, which has a part of this sample" in text_of(explanation)
+
+
+@pytest.mark.parametrize(
+    ("added_s", "text"), [(0.0123456, "+12.35 ms"), (-8.349, "-8,349 ms"), (19.62, "+19,620 ms"), (0.0, "+0 ms")]
+)
+def test_added_time_is_written_out(added_s: float, text: str) -> None:
+    assert _difference(4.0 + added_s, 4.0).startswith(f"{text} (")
 
 
 @pytest.mark.parametrize("sample", [15, -1])

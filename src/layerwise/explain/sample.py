@@ -203,4 +203,6 @@ def _ranks_text(option: Option) -> str:
 
 
 def _difference(seconds: float, planned_s: float) -> str:
-    return f"{1e3 * (seconds - planned_s):+,.4g} ms ({100 * (seconds / planned_s - 1):+,.2f}%)"
+    added_ms = 1e3 * (seconds - planned_s)
+    digits = ",.0f" if abs(added_ms) >= 1000 else ".4g"
+    return f"{added_ms:+{digits}} ms ({100 * (seconds / planned_s - 1):+,.2f}%)"
