@@ -24,7 +24,7 @@ from layerwise.planners import Planner
 MIXTURES = {"web and chat": {}, "web and code": {"mixture": {"web": 0.5, "code": 0.5}, "cap_tokens": 131072}}
 
 
-def step_seconds(workload: Workload, strategy: str, num_steps: int, window_steps: int) -> float:
+def step_seconds(workload: Workload, strategy: str, steps: list[list[int]], window_steps: int) -> float:
     """Predicted seconds of all steps."""
     planner = Planner(
         strategy=strategy,
@@ -32,15 +32,14 @@ def step_seconds(workload: Workload, strategy: str, num_steps: int, window_steps
         model=workload.model_spec,
         max_tokens_per_rank=workload.max_tokens_per_rank,
     )
-    steps = [[int(length) for length in step] for step in workload.draw_steps(num_steps)]
     regrouped = exchange_within_windows(steps, window_steps, workload.step_tokens, length=int)
     return sum(predict(planner(step), workload.cluster_spec, workload.model_spec).seconds for step in regrouped)
 
 
-def saved_pct(workload: Workload, strategy: str, num_steps: int, windows: Sequence[int]) -> list[float]:
+def saved_pct(workload: Workload, strategy: str, steps: list[list[int]], windows: Sequence[int]) -> list[float]:
     """Percent of the seconds without a window that each window saves."""
-    base = step_seconds(workload, strategy, num_steps, 1)
-    return [100 * (1 - step_seconds(workload, strategy, num_steps, window) / base) for window in windows]
+    base = step_seconds(workload, strategy, steps, 1)
+    return [100 * (1 - step_seconds(workload, strategy, steps, window) / base) for window in windows]
 
 
 def main() -> None:
@@ -53,7 +52,8 @@ def main() -> None:
     windows = [int(window) for window in options.windows]
     for name, settings in MIXTURES.items():
         workload = load_workload("paper").change(**settings)
-        saved = np.array([saved_pct(workload, s, options.steps, windows) for s in options.strategies]).T
+        steps = [step.tolist() for step in workload.draw_steps(options.steps)]
+        saved = np.array([saved_pct(workload, s, steps, windows) for s in options.strategies]).T
         rows = [[f"{w} steps", *(f"{x:.1f}" for x in row)] for w, row in zip(windows, saved, strict=True)]
         title = f"Saved % by a planning window, {name}, predicted, {options.steps} steps"
         Console().print(narrow_table(title, ["window", *options.strategies], rows))

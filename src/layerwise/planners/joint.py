@@ -73,7 +73,6 @@ def plan_joint(problem: StepProblem, options: JointOptions) -> tuple[Microbatche
 def _rivals(problem: StepProblem, options: JointOptions, own_s: float) -> Iterator[tuple[float, Microbatches]]:
     """Plans of other strategies that may take less than `own_s`, and their predicted seconds."""
     count, dynamic_s = len(problem.lengths), least_s(problem, group_step(problem, options))
-    is_far = own_s > (1 + FAR) * level_s(problem, np.arange(count))
     if count <= HANDFUL or dynamic_s <= (1 + ROUNDING) * own_s:
         plan = plan_dynamic(problem, options)
         dynamic_s = problem.predicted_s(plan)
@@ -81,7 +80,11 @@ def _rivals(problem: StepProblem, options: JointOptions, own_s: float) -> Iterat
     if count <= FEW or dynamic_s < own_s:
         plan = plan_halo(problem, HaloOptions(max_sp_degree=options.max_sp_degree))[0]
         yield problem.predicted_s(plan), plan
-    if count <= HANDFUL or (count <= FEW and is_far and own_s > (1 - REPACKING_SAVES) * dynamic_s):
+    if count <= HANDFUL or (
+        count <= FEW
+        and own_s > (1 - REPACKING_SAVES) * dynamic_s
+        and own_s > (1 + FAR) * level_s(problem, np.arange(count))
+    ):
         plan = plan_repack_parents(problem, RepackOptions(max_sp_degree=options.max_sp_degree))[0]
         yield problem.predicted_s(plan), plan
 
