@@ -58,13 +58,8 @@ class Task(NamedTuple):
             row[:] = np.bincount(bin_of, weights=added, minlength=num_bins)
         is_empty = np.bincount(bin_of, minlength=num_bins) == 0  # and sends nothing
         loads = packing.bin_loads(bin_of) - is_empty * packing.base
-        loads = loads[: self.num_dims] + exposed_loads(self.cost, table[1:], table[0])
+        loads = loads[: packing.num_dims] + exposed_loads(self.cost, table[1:], table[0])
         return float(loads.max(axis=1).sum())
-
-    @property
-    def num_dims(self) -> int:
-        """Rows of the packing without exposed traffic, which come first."""
-        return len(self.packing.loads) - len(self.packing.second_of)
 
 
 class Grouping(NamedTuple):
@@ -220,7 +215,7 @@ def _scores(tasks: list[Task], extra_s: float) -> Floats:
     """
     task = tasks[0]
     packing, longest = task.packing, int(task.packing.tokens.argmax())
-    loads = packing.loads[: task.num_dims]
+    loads = packing.loads[: packing.num_dims]
     fluid = loads.sum(axis=(0, 1))
     exposed = exposed_loads(task.cost, task.compute_s[:, longest], task.tokens[longest])
     alone = (loads[:, longest] + exposed).sum(axis=0)
@@ -228,7 +223,7 @@ def _scores(tasks: list[Task], extra_s: float) -> Floats:
         alone = np.where(packing.allowed[longest], alone, np.inf)
     scores = []
     for task in tasks:
-        base, kinds = task.packing.base[: task.num_dims].sum(axis=0), task.packing.bin_class
+        base, kinds = task.packing.base[: packing.num_dims].sum(axis=0), task.packing.bin_class
         level = (1 + (base / fluid[kinds]).sum()) / (1 / fluid[kinds]).sum()
         scores.append(max(level + extra_s, float((alone[kinds] + base).min())))
     return np.array(scores)

@@ -56,6 +56,11 @@ class Packing:
     allowed: NDArray[np.bool_] | None = None
     second_of: tuple[int, ...] = ()
 
+    @property
+    def num_dims(self) -> int:
+        """Dimensions, whose first rows come first."""
+        return len(self.loads) - len(self.second_of)
+
     @cached_property
     def flat(self) -> Floats:
         """The loads, float64 [rows, items * classes]: of item i in class k at i * classes + k."""
@@ -72,9 +77,8 @@ class Packing:
         """How high bins of these loads (float64 [rows, ...]) are, float64 [dims, ...]."""
         if not self.second_of:
             return loads
-        num_dims = len(loads) - len(self.second_of)
-        heights = loads[:num_dims].copy()
-        for dim, row in zip(self.second_of, loads[num_dims:], strict=True):
+        heights = loads[: self.num_dims].copy()
+        for dim, row in zip(self.second_of, loads[self.num_dims :], strict=True):
             np.maximum(heights[dim], row, out=heights[dim])
         return heights
 
