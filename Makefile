@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow test-hosts check docs-check clean
+.PHONY: demo test test-slow test-triton test-hosts check docs-check clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not hosts"
+
+# The CUDA kernels of the exchange in Triton's interpreter, on the CPU. Downloads Triton, 286 MB, the first time.
+test-triton: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/exchange/test_rows.py
 
 # Faults and several hosts, with limits in seconds: one after the other, on a machine that does nothing else; some need root.
 test-hosts: $(STAMP)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from layerwise.kernels.pieces import Moves
 
+# What a move holds at a time of rows that are listed on both sides, or converted; it stays in the cache.
+SCRATCH_ELEMENTS = 1 << 15
+
 
 def move_rows(x: Tensor, out: Tensor, moves: Moves, *, add: bool) -> None:
     """Copy, or add, elements of x to elements of out; both contiguous, of any shape. Targets may overlap to add."""
@@ -41,11 +44,18 @@ def _move_listed(rows: Tensor, place: Tensor, source: Tensor | None, target: Ten
     if source is not None and target is None and not add:
         torch.index_select(rows, 0, source, out=place)
         return
-    if source is not None:
-        rows = rows.index_select(0, source)
-    if target is None:
-        place.add_(rows) if add else place.copy_(rows)
-    elif add:
-        place.index_add_(0, target, rows.to(place.dtype))
-    else:
-        place.index_copy_(0, target, rows)
+    # Torch has no call for what is listed on both sides, nor one that converts and adds: some tokens after others.
+    num_tokens, width = rows.shape if source is None else (len(source), rows.shape[1])
+    step = max(1, num_tokens if source is None and not add else SCRATCH_ELEMENTS // width)
+    for first in range(0, num_tokens, step):
+        part = slice(first, first + step)
+        if target is None:
+            place[part].add_(_some(rows, source, part))
+        elif add:
+            place.index_add_(0, target[part], _some(rows, source, part).to(place.dtype))
+        else:
+            place.index_copy_(0, target[part], _some(rows, source, part))
+
+
+def _some(rows: Tensor, source: Tensor | None, part: slice) -> Tensor:
+    return rows[part] if source is None else rows.index_select(0, source[part])
