@@ -100,7 +100,7 @@ class TestHeadline:
 
     def test_equal_losses(self):
         rows = [metrics_row(1, 5.0)]
-        assert headline([run("a", rows), run("b", rows)]).endswith("the losses of 1 steps are exactly equal.")
+        assert headline([run("a", rows), run("b", rows)]).endswith("the losses of 1 step are exactly equal.")
 
     def test_no_common_steps(self):
         runs = [run("a", [metrics_row(1, 5.0)]), run("b", [metrics_row(2, 5.0)])]

@@ -24,6 +24,12 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of what a noun names: "1 rank", "12,000 samples", "2 micro-batches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def ranks_label(ranks: Iterable[int]) -> str:
     """Ranks for people, in runs: "rank 3", "ranks 0-2, 5"."""
     runs: list[list[int]] = []

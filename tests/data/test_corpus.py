@@ -338,4 +338,4 @@ class TestOptions:
 def test_report_reads_as_a_sentence(tmp_path):
     write_rows(tmp_path / "x.jsonl", [{"text": "abc"}, {"text": ""}, {"text": "abcdefgh"}])
     report = str(load(tmp_path, max_tokens_per_sample=6, overlong="skip").report)
-    assert report == "1 samples, 5 tokens from 1 files; 1 skipped as too long; 1 empty, skipped"
+    assert report == "1 sample, 5 tokens from 1 file; 1 skipped as too long; 1 empty, skipped"

@@ -40,7 +40,7 @@ def test_parts_follow_one_another_and_keep_their_names(mixture: dict[str, dict[s
     assert str(corpus.report) == (
         "3 samples, 12 tokens from 2 sources\n"
         "  web (weight 3): 2 samples, 6 tokens from 9 files; 7 beyond max_samples\n"
-        "  code (weight 1): 1 samples, 6 tokens from 1 files"
+        "  code (weight 1): 1 sample, 6 tokens from 1 file"
     )
     with pytest.raises(IndexError):
         corpus[3]

@@ -182,7 +182,7 @@ class TestBadRows:
             load(tmp_path)
         corpus = load(tmp_path, bad_rows="skip")
         assert texts(corpus) == [("x.jsonl:1", "a"), ("x.jsonl:3", "b")]
-        assert str(corpus.report) == "2 samples, 6 tokens from 1 files; 1 rows corrupt, skipped"
+        assert str(corpus.report) == "2 samples, 6 tokens from 1 file; 1 rows corrupt, skipped"
 
     def test_files(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")

@@ -229,7 +229,7 @@ def test_samples_longer_than_a_step_are_counted_once(tmp_path: Path, capsys: pyt
     configs = [load_config(DEMO, settings, strategy=name) for name in ("static", "dynamic")]
     load_data(configs)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "data: 3 samples, 24 tokens from 1 files; 2 longer than tokens_per_step=8, each a step of its own"
+    assert line == "data: 3 samples, 24 tokens from 1 file; 2 longer than tokens_per_step=8, each a step of its own"
 
 
 def test_steps_without_labels_are_warned_about_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

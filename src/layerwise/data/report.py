@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layerwise.labels import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
@@ -23,7 +25,7 @@ class SourceReport:
     not_chosen: int  # beyond max_samples
 
     def __str__(self) -> str:
-        text = f"{self.samples:,} samples, {self.tokens:,} tokens from {self.files:,} files"
+        text = f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')} from {counted(self.files, 'file')}"
         counts = (
             (self.bad_files, "files unreadable, skipped"),
             (self.bad_rows, "rows corrupt, skipped"),
@@ -57,4 +59,5 @@ class CorpusReport:
         if len(self.sources) == 1:
             return str(self.sources[0])
         parts = "\n  ".join(map(str, self.sources))
-        return f"{self.samples:,} samples, {self.tokens:,} tokens from {len(self.sources)} sources\n  {parts}"
+        counts = f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}"
+        return f"{counts} from {len(self.sources)} sources\n  {parts}"

@@ -9,7 +9,7 @@ from layerwise.doctor.check import Check, ok, warning, wrong
 from layerwise.doctor.clock import ClockOffset
 from layerwise.doctor.facts import Facts, Network
 from layerwise.doctor.folders import FolderFacts
-from layerwise.labels import format_bytes, format_seconds
+from layerwise.labels import counted, format_bytes, format_seconds
 from layerwise.spec import ClusterSpec
 
 # Beyond this, log lines and file times of different hosts cannot be put in order.
@@ -40,7 +40,7 @@ def judge_versions(facts: Sequence[Facts]) -> Check:
 def judge_shape(facts: Sequence[Facts], cluster: ClusterSpec | None) -> Check:
     """Ranks in order of hosts, equally many on each, and as many as the config says."""
     name, per_host = "ranks", Counter(f.host for f in facts)
-    found = f"{len(facts)} ranks on {len(per_host)} host{'s' if len(per_host) > 1 else ''}"
+    found = f"{counted(len(facts), 'rank')} on {counted(len(per_host), 'host')}"
     if len(set(per_host.values())) > 1:
         counts = ", ".join(f"{host}: {count}" for host, count in per_host.items())
         return wrong(name, f"{found} ({counts})", "start equally many ranks on each host (--nproc-per-node)")

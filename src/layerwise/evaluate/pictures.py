@@ -13,6 +13,7 @@ from layerwise.errors import UnsupportedError
 from layerwise.evaluate.sensitivity import VariantResult
 from layerwise.evaluate.series import PART_COLOURS, by_axis, gain_series, gap_bars, strategy_colours, token_panels
 from layerwise.evaluate.steps import StepResult
+from layerwise.labels import counted
 from layerwise.report.plots import FAINT, INK, MUTED, PAPER
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def picture_gains(steps: Sequence[StepResult]) -> Figure:
     figure = _subplots(1, 1)
     for name, series in gain_series(steps).items():
         texts = [
-            f"step {index}: {step.num_samples:,} samples, longest {step.longest_tokens:,} tokens"
+            f"step {index}: {counted(step.num_samples, 'sample')}, longest {counted(step.longest_tokens, 'token')}"
             for index, step in enumerate(steps)
         ]
         symbols = ["circle" if step.wide else "circle-open" for step in steps]

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from layerwise.cost import CostModel, Floats, pair_flops
 from layerwise.errors import SpecError
 from layerwise.explain.elsewhere import Elsewhere, Moving
-from layerwise.labels import format_seconds, kind_label
+from layerwise.labels import counted, format_seconds, kind_label
 from layerwise.plan import Ints, MicrobatchPlan, StepPlan
 from layerwise.report.summary import SampleRow, ranks_of, sample_row
 from layerwise.spec import FULL
@@ -154,8 +154,8 @@ def render(explanation: Explanation, console: Console) -> None:
     row, largest = explanation.sample, explanation.largest
     tiles = ", ".join(f"{kind} {ranks}" for kind, ranks in row.attention_ranks.items())
     console.print(
-        f"[bold]sample {row.sample}[/bold]: {row.num_tokens:,} tokens, {explanation.token_share:.2%} of the step and "
-        f"{explanation.attention_share:.2%} of its attention FLOPs; micro-batch {row.microbatch}\n"
+        f"[bold]sample {row.sample}[/bold]: {counted(row.num_tokens, 'token')}, {explanation.token_share:.2%} of the "
+        f"step and {explanation.attention_share:.2%} of its attention FLOPs; micro-batch {row.microbatch}\n"
         f"ranks of its shards {row.owner_ranks}, of its tiles: {tiles}\n"
         f"predicted step {format_seconds(explanation.seconds)}; most of it {largest.name}: "
         f"{format_seconds(largest.seconds)} on rank {largest.rank}, which has "
@@ -175,7 +175,9 @@ def _options_table(explanation: Explanation) -> RichTable:
         where = (option.moved, str(option.sp_degree), _ranks_text(option))[not is_apart :]
         if option.seconds is None or option.change is None:
             needed, allowed = option.needed_tokens, explanation.max_tokens_per_rank
-            table.add_row(*where, "does not fit", f"{needed:,} tokens on a rank, max_tokens_per_rank={allowed:,}")
+            table.add_row(
+                *where, "does not fit", f"{counted(needed, 'token')} on a rank, max_tokens_per_rank={allowed:,}"
+            )
         else:
             change = option.change
             table.add_row(

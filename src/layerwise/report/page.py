@@ -14,7 +14,7 @@ import numpy as np
 
 from layerwise.errors import DataError
 from layerwise.files import write_whole
-from layerwise.labels import format_bytes, format_seconds, kind_label
+from layerwise.labels import counted, format_bytes, format_seconds, kind_label
 from layerwise.plan import StepPlan
 from layerwise.report.html import html_page
 from layerwise.report.plots import plot_balance, plot_link_bytes, plot_losses, plot_repacking
@@ -70,7 +70,9 @@ def headline(runs: Sequence[RunRecord]) -> str:
     subject = "Sparse layers" if sparse else "Attention layers"
     moved = [format_bytes(_slow_bytes(run, sparse or kinds)) for run in (first, last)]
     if len(runs) == 1:
-        change = f"from {first.rows[0]['loss']:.4f} to {first.rows[-1]['loss']:.4f} in {len(first.rows)} steps"
+        change = (
+            f"from {first.rows[0]['loss']:.4f} to {first.rows[-1]['loss']:.4f} in {counted(len(first.rows), 'step')}"
+        )
         return f"{subject} moved {moved[0]} over the slow link per step with {first.strategy}; the loss went {change}."
     return (
         f"{subject} moved {moved[0]} over the slow link per step with {first.strategy} and {moved[1]} with "
@@ -173,8 +175,8 @@ def _agreement(first: RunRecord, last: RunRecord) -> str:
     if not gaps:
         return "they have no step in common"
     if max(gaps) == 0:
-        return f"the losses of {len(gaps)} steps are exactly equal"
-    return f"the losses of {len(gaps)} steps differ by at most {max(gaps):.1e}"
+        return f"the losses of {counted(len(gaps), 'step')} are exactly equal"
+    return f"the losses of {counted(len(gaps), 'step')} differ by at most {max(gaps):.1e}"
 
 
 def _table(rows: list[dict[str, str]]) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from layerwise.cost import CostModel, Floats, GapRow, StepPrediction, bound_step, gap_rows
-from layerwise.labels import format_bytes
+from layerwise.labels import counted, format_bytes
 from layerwise.plan import Ints, Shard, StepPlan, Table, Tile
 from layerwise.spec import FULL, ClusterSpec, ModelSpec
 
@@ -203,9 +203,10 @@ def _span_text(ranks: Ints) -> str:
 def render(summary: PlanSummary, console: Console) -> None:
     """Print the summary as tables."""
     console.print(
-        f"[bold]{summary.strategy}[/bold]: {summary.num_samples:,} samples, {summary.num_tokens:,} tokens on "
-        f"{summary.num_ranks} ranks ({summary.ranks_per_node} per node), {summary.num_microbatches} "
-        f"micro-batch(es) of at most {summary.max_tokens_per_rank:,} tokens per rank"
+        f"[bold]{summary.strategy}[/bold]: {counted(summary.num_samples, 'sample')}, "
+        f"{counted(summary.num_tokens, 'token')} on {counted(summary.num_ranks, 'rank')} ({summary.ranks_per_node} per "
+        f"node), {counted(summary.num_microbatches, 'micro-batch')} of at most "
+        f"{counted(summary.max_tokens_per_rank, 'token')} per rank"
     )
     console.print(_groups_table(summary))
     console.print(_loads_table(summary))

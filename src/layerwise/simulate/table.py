@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from layerwise.cost import Floats
-from layerwise.labels import format_bytes, format_seconds, kind_label
+from layerwise.labels import counted, format_bytes, format_seconds, kind_label
 from layerwise.simulate.step import Simulation
 from layerwise.simulate.timeline import PHASES
 
@@ -46,7 +46,8 @@ def headline(simulation: Simulation) -> str:
     prediction = simulation.prediction
     return (
         f"{simulation.plan.strategy}: {format_seconds(prediction.seconds)} per step, MFU {prediction.mfu:.1%}, "
-        f"{simulation.gap_to_ideal_pct:.1f}% above the ideal, {len(simulation.plan.microbatches)} micro-batch(es)"
+        f"{simulation.gap_to_ideal_pct:.1f}% above the ideal, "
+        f"{counted(len(simulation.plan.microbatches), 'micro-batch')}"
     )
 
 
@@ -81,7 +82,7 @@ def memory_line(simulation: Simulation) -> str:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.at_peak(rank).items() if size)
     return (
         f"memory: at most {format_bytes(memory.peak_bytes[rank])}, on rank {rank} ({parts}); "
-        f"at most {memory.peak_tokens.max():,} tokens on a rank"
+        f"at most {counted(int(memory.peak_tokens.max()), 'token')} on a rank"
     )
 
 

@@ -19,6 +19,7 @@ from layerwise.data.loader import Microbatch, PlannedLoader, Step
 from layerwise.data.sampler import StepSampler
 from layerwise.errors import DivergedError
 from layerwise.groups import ProcessWorld
+from layerwise.labels import counted
 from layerwise.loss import balance_loss, reduce_gradients
 from layerwise.model import HybridLM, ModelOptions
 from layerwise.model.moe import EXPERTS
@@ -180,8 +181,7 @@ def _resume(
     path, state = found
     check_resumable(state, _run_state(state.step, config, corpus, checkpoints.world), path)
     checkpoints.load(path, model, optimizer, state)
-    ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
-    watcher.say(f"going on from {path}: {state.step} steps taken, by {ranks}")
+    watcher.say(f"going on from {path}: {counted(state.step, 'step')} taken, by {counted(state.num_ranks, 'rank')}")
     if state.step >= config.num_steps:
         watcher.say(f"nothing to do: num_steps={config.num_steps}, and {state.step} steps are taken; raise num_steps")
     return state.step

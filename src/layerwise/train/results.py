@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from layerwise.data.corpus import Corpus
+from layerwise.labels import counted
 from layerwise.plan import StepPlan
 from layerwise.report.page import RunRecord, strategy_rows, write_report
 from layerwise.report.profile import read_profile
@@ -62,7 +63,9 @@ def _repacked_tokens(plan: StepPlan) -> int:
 def _print_table(runs: Sequence[RunRecord]) -> None:
     """Headings down, strategies across."""
     rows = strategy_rows(runs)
-    table = Table(title=f"{len(runs[0].rows)} steps on {runs[0].num_ranks} ranks", title_justify="left")
+    table = Table(
+        title=f"{counted(len(runs[0].rows), 'step')} on {counted(runs[0].num_ranks, 'rank')}", title_justify="left"
+    )
     for index, heading in enumerate(rows[0]):
         values = [row[heading] for row in rows]
         if index == 0:

@@ -22,6 +22,7 @@ from layerwise.data.corpus import Corpus, load_corpus
 from layerwise.data.limits import placeable_tokens
 from layerwise.errors import InfeasibleError, SpecError
 from layerwise.groups import ProcessWorld
+from layerwise.labels import counted
 from layerwise.planners import STRATEGIES, Planner
 from layerwise.train.checkpoint import remove_checkpoints, step_folders
 from layerwise.train.config import TrainConfig
@@ -145,7 +146,8 @@ def load_data(configs: Sequence[TrainConfig]) -> Corpus:
 def _mixture_lines(config: TrainConfig, corpus: Corpus) -> Iterator[str]:
     if config.data.mixture:
         for name, visits in zip(config.data.mixture, build_sampler(config, corpus).visits(), strict=True):
-            yield f"  {name}: {visits.samples:,} samples, {visits.tokens:,} tokens, {visits.epochs:.2f} epochs"
+            seen = f"{counted(visits.samples, 'sample')}, {counted(visits.tokens, 'token')}"
+            yield f"  {name}: {seen}, {visits.epochs:.2f} epochs"
 
 
 def _budget_tokens(configs: Sequence[TrainConfig]) -> int | None:
