@@ -142,7 +142,7 @@ def _load_rows(prediction: StepPrediction) -> tuple[LoadRow, ...]:
         rows.append((f"{kind}, GFLOP", flops / 1e9))
     for kind in prediction.kinds:
         sent = np.stack([part.kinds[kind].rank_slow_bytes for part in prediction.microbatches])
-        rows.append((f"{kind}, MB sent between nodes", sent / 1e6))
+        rows.append((f"{kind}, MB between nodes", sent / 1e6))
     return tuple(
         LoadRow(name=name, highest=float(values.max()), mean=float(values.mean()), lowest=float(values.min()))
         for name, values in rows
