@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -48,5 +49,8 @@ def main() -> None:
     except LayerwiseError as error:
         # Before training, settings and files are wrong for all ranks of a node alike; in training a rank may be alone.
         if isinstance(error, RankFailedError) or speaks_for_node():
-            print(f"layerwise: {error}", file=sys.stderr)
+            print(f"layerwise: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, RankFailedError):
+            sys.stdout.flush()
+            os._exit(1)  # a thread that waits for a rank that is gone, to save a checkpoint, would not let it end
         sys.exit(1)

@@ -76,8 +76,13 @@ class ProcessWorld:
         return None if block is None else GroupComm(block, self.rank - block.lo, self._groups[block])
 
     def side_group(self, timeout: timedelta) -> Any:
-        """A CPU group of all ranks of its own, for a thread that talks beside the training. Made anew by every call."""
-        return dist.new_group(backend="gloo", timeout=timeout)
+        """A CPU group of all ranks of its own, for a thread that talks beside the training. Made anew by every call.
+
+        Its ranks meet within the default group's timeout; its collectives wait for `timeout`.
+        """
+        group = dist.new_group(backend="gloo", timeout=default_timeout())
+        distributed_c10d._set_pg_timeout(timeout, group)
+        return group
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, by rank."""

@@ -12,6 +12,7 @@ from layerwise.groups import World
 from layerwise.kernels.pieces import Pieces
 from layerwise.plan import StepPlan
 from layerwise.route import Runs, build_route, cut, runs
+from layerwise.runtime import attention, build_routes, plan_blocks
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import exchange_blocks
 from tests.exchange.sites import assert_close, run_rank, run_sites
@@ -70,6 +71,25 @@ def test_buffers_with_old_contents_change_nothing() -> None:
     STAGING.give(*buffers)
     for before, after in zip(clean, run_sites(plan, 2), strict=True):
         assert_close(before, after)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Backward moves rows by calls that autograd does not see."""
+    plan = plan_of(0)
+    kind, spec = "full_attention", SPECS["full_attention"]
+
+    def on_rank(world: World) -> None:
+        world.prepare(plan_blocks(plan))
+        routes = build_routes(plan, 0, world)
+        heads = ((8, 4), (2, 4), (2, spec.v_head_dim))
+        rows = [torch.ones(len(routes.position_ids), *size, requires_grad=True) for size in heads]
+        (grad, *_) = torch.autograd.grad(
+            attention(*rows, kind=kind, routes=routes).square().sum(), rows, create_graph=True
+        )
+        grad.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        LocalWorld(6, 3).run(on_rank)
 
 
 def test_a_profiler_sees_where_a_step_goes() -> None:

@@ -153,7 +153,9 @@ def test_no_number_of_parts_is_refused(num_parts: Any) -> None:
 def test_ranks_with_other_parts_do_not_agree() -> None:
     """They would wait for all-to-alls that the others never begin."""
     plan = random_step(np.random.default_rng(0), [6, 5], {}, 2, 1)
-    with pytest.raises(PlanMismatchError, match=r"differ first in overlap_parts, [12] on rank [01]:"):
+    with pytest.raises(
+        PlanMismatchError, match=r"overlap_parts is [12] on rank 0, but overlap_parts is [12] on rank 1;"
+    ):
         LocalWorld(2, 1).run(
             lambda world: agree(replace(plan, overlap_parts=1 + world.rank), world, num_valid_tokens=11)
         )

@@ -14,17 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.cli import main
 from layerwise.exchange import Point, Progress, collective, waiting
+from layerwise.groups import World
 from layerwise.kernels import sdpa
 from layerwise.plan import MicrobatchPlan, StepPlan, Tile, tile_table
 from layerwise.planners import Planner
 from layerwise.runtime import current_routes
 from layerwise.traffic import Block
-from layerwise.train import launch
+from layerwise.train import checkpoint, launch, loop
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,20 @@ def nan_in_attention(fault: Fault) -> None:
     sdpa.sdpa_attention = faulty
 
 
+def nan_in_backward(fault: Fault) -> None:
+    """The gradient of what the kernel makes is NaN; all that is forward is finite."""
+    kernel = sdpa.sdpa_attention
+
+    def faulty(*args: Any) -> Tensor:
+        out, world = kernel(*args), current_routes().world
+        is_here = fault.is_at(world.rank, world.progress, world.progress.layer, world.progress.microbatch)
+        if is_here and out.requires_grad:
+            out.register_hook(lambda grad: grad * float("nan"))
+        return out
+
+    sdpa.sdpa_attention = faulty
+
+
 def another_plan(fault: Fault) -> None:
     """A valid plan, but neighbours compute one another's tiles of sliding layers."""
     plan_step, step = Planner.__call__, [0]
@@ -106,6 +122,53 @@ def swapped(plan: StepPlan, index: int) -> StepPlan:
     return replace(plan, microbatches=(*plan.microbatches[:index], changed, *plan.microbatches[index + 1 :]))
 
 
+def in_optimizer(fault: Fault) -> None:
+    """The rank ends by itself, as nobody expects."""
+    take_step = torch.optim.AdamW.step
+
+    def faulty(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        taken = {int(state["step"]) for state in self.state.values()} or {0}
+        if dist.get_rank() == fault.rank and taken == {fault.step}:
+            {"leave": lambda: os._exit(0), "exit": lambda: sys.exit(0)}[fault.what]()
+        return take_step(self, *args, **kwargs)
+
+    torch.optim.AdamW.step = faulty
+
+
+def in_save(fault: Fault) -> None:
+    """The rank hangs where it writes its part of a checkpoint."""
+    write = checkpoint._Writer.write_data
+
+    def faulty(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == fault.rank:
+            sleep()
+        return write(self, *args)
+
+    checkpoint._Writer.write_data = faulty
+
+
+def other_settings(fault: Fault) -> None:
+    """The rank has read another config file."""
+    compare = loop.agree_on_settings
+
+    def faulty(settings: dict[str, Any], world: World) -> None:
+        compare(settings | ({"seed": 7} if world.rank == fault.rank else {}), world)
+
+    loop.agree_on_settings = faulty
+
+
+def in_build(fault: Fault) -> None:
+    """The rank hangs where it makes its model."""
+    build = loop.build_model
+
+    def faulty(config: Any, world: World, device: Any) -> Any:
+        if world.rank == fault.rank:
+            sleep()
+        return build(config, world, device)
+
+    loop.build_model = faulty
+
+
 def absent(fault: Fault) -> None:
     """The rank is started, but does not come to where all ranks meet."""
     meet = launch.meet
@@ -121,6 +184,11 @@ def absent(fault: Fault) -> None:
 FAULTS = {
     **dict.fromkeys(("die", "stop", "sleep"), in_exchange),
     "nan": nan_in_attention,
+    "nan_back": nan_in_backward,
+    **dict.fromkeys(("leave", "exit"), in_optimizer),
+    "save": in_save,
+    "settings": other_settings,
+    "build": in_build,
     "plan": another_plan,
     "absent": absent,
 }

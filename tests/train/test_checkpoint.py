@@ -151,7 +151,7 @@ def test_weights_moments_and_random_numbers_come_back(tmp_path: Path) -> None:
         return model, torch.optim.AdamW(model.parameters())
 
     def main(world: ProcessWorld, device: torch.device) -> None:
-        checkpoints = Checkpoints(tmp_path, world, keep=1, warn=pytest.fail)
+        checkpoints = Checkpoints(tmp_path, world, keep=1, timeout_s=60, warn=pytest.fail)
         assert checkpoints.newest() is None
         model, optimizer = build(0)
         model(torch.ones(3)).sum().backward()

@@ -150,8 +150,69 @@ def test_another_plan_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     run.assert_ended(within_s=GRACE_S)
     run.assert_said(
         "^layerwise: rank 0, step 2, agreement on the plan: PlanMismatchError: rank 0 holds plan .* and rank 2 holds "
-        ".*, which differ first in micro-batch 0, the tiles of sliding_attention layers: .*\n  the same: ranks 1-3$"
+        r".*: micro-batch 0, the tiles of sliding_attention layers is \d+ rows, hash \w+ on rank 0, but .* on rank 2; "
+        ".*\n  the same: ranks 1-3$"
     )
+
+
+@ranks
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_gradient_that_is_not_finite_is_traced_too(tmp_path: Path, recompute: bool) -> None:
+    run = Run(tmp_path, "nan_back:1:2:0:1", *SP4, f"activation_checkpointing={recompute}")
+    run.assert_ended(within_s=GRACE_S)
+    run.assert_said("^layerwise: rank 0, step 2, .*: the gradient norm is nan, so the weights were not changed")
+    run.assert_said(
+        r"^  first not finite: rank 1, micro-batch 0, layer 1 \(sliding_attention\): gradient of the output of "
+        "attention$"
+    )
+
+
+@ranks
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("leave", "rank 2: ended with exit status 0 before the end of the run"), ("exit", "rank 2, .* step: Traceback")],
+)
+def test_a_rank_that_ends_by_itself_is_at_fault_alone(tmp_path: Path, fault: str, why: str) -> None:
+    run = Run(tmp_path, f"{fault}:2:2:0:0", *SP4)
+    run.assert_ended(within_s=2 * GRACE_S)
+    run.assert_said(f"^(layerwise: )?{why}")
+    assert "no reason" not in run.said, run.said
+    assert "raise timeout_s" not in run.said, run.said
+
+
+@ranks
+def test_other_settings_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
+    run = Run(tmp_path, "settings:2:0:0:0", *SP4)
+    assert run.status == 1
+    run.assert_said(
+        "^layerwise: rank 0, agreement on the settings: SpecError: seed is 0 on rank 0, but seed is 7 on rank 2: all "
+        "ranks .*\n  the same: ranks 1-3$"
+    )
+
+
+@ranks
+@pytest.mark.slow
+@pytest.mark.hosts
+def test_a_rank_that_hangs_before_the_first_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, "build:2:0:0:0", *SP4, "checkpoint.every_steps=2")
+    assert run.status == 1
+    assert run.took_s < TIMEOUT_S + GRACE_S
+    run.assert_said("rank 2: no word; .* timeout_s=4 .* raise timeout_s")
+
+
+@ranks
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_hangs_in_a_save(tmp_path: Path, asynchronous: bool, torchrun: bool) -> None:
+    """Every rank ends, also where a thread that saves is left waiting."""
+    limit_s = 600 if asynchronous else 6  # a save beside the training delays nobody who has failed
+    save = ("checkpoint.every_steps=2", f"checkpoint.asynchronous={asynchronous}", f"checkpoint.timeout_s={limit_s}")
+    run = Run(tmp_path, "save:2:0:0:0", *SP4, *save, torchrun=torchrun)
+    assert run.status == 1
+    assert run.took_s < 6 + TIMEOUT_S + 2 * GRACE_S, run.said
+    run.assert_said("the checkpoint after step 2|rank 2: no word")
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ import pytest
 from layerwise.cli import main
 from layerwise.cost import predict
 from layerwise.data.corpus import load_corpus
-from layerwise.errors import DataError, RankFailedError, SpecError
+from layerwise.errors import CheckpointError, DataError, RankFailedError, SpecError
 from layerwise.train.config import load_config
 from layerwise.train.launch import launch
 from layerwise.train.loop import build_planner, build_sampler
@@ -230,6 +231,22 @@ def test_samples_longer_than_a_step_are_counted_once(tmp_path: Path, capsys: pyt
     load_data(configs)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "data: 3 samples, 24 tokens from 1 file; 2 longer than tokens_per_step=8, each a step of its own"
+
+
+def test_names_with_brackets_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of sources that are said, and of warnings, which hold paths and what gloo says."""
+    folder = tmp_path / "x[" / "red]y"
+    folder.mkdir(parents=True)
+    (folder / "rows.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}\n')
+    mixture = [f"data.mixture={{'[/b]': {{source: '{folder}', weight: 1}}}}", "data.source=stdlib"]
+    settings = [*small_run(tmp_path, [], "tokens_per_step=3", "num_steps=1"), *mixture]
+    settings += ["checkpoint.every_steps=1", "checkpoint.folder=/dev/null/[/red]"]
+    config = load_config(DEMO, settings)
+    with pytest.raises(CheckpointError, match=re.escape("/dev/null/[/red]")):
+        run_training(config, load_data([config]), tmp_path)
+    err = capsys.readouterr().err
+    assert "[/b]: " in err
+    assert "warning: the checkpoint after step 1 could not be saved in /dev/null/[/red]" in err
 
 
 def test_steps_without_labels_are_warned_about_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

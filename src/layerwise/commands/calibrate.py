@@ -52,7 +52,9 @@ def calibrate(
     if is_writer():
         console = Console()
         console.print(_table(load_cluster(out)))
-        console.print(f"cluster file written to {out}; use it with --cluster {out}", highlight=False, soft_wrap=True)
+        console.print(
+            f"cluster file written to {out}; use it with --cluster {out}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _check_options(

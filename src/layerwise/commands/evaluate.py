@@ -70,13 +70,14 @@ def evaluate(
         if variants:
             data["sensitivity"] = [variant.to_json() for variant in variants]
         write_whole(json, json_format.dumps(data, indent=1), "--json")
-        console.print(f"figures written to {json}")
+        console.print(f"figures written to {json}", markup=False, soft_wrap=True)
     if report is not None:
         write_whole(report, build_page(chosen, results, evaluation, variants), "--report")
-        console.print(f"page written to {report}")
+        console.print(f"page written to {report}", markup=False, soft_wrap=True)
     if png is not None:
         paths = write_drawings(png, results, variants, "--png")
-        console.print(f"pictures written to {png}: {', '.join(path.name for path in paths)}")
+        made = ", ".join(path.name for path in paths)
+        console.print(f"pictures written to {png}: {made}", markup=False, soft_wrap=True)
 
 
 def _check_targets(json: Path | None, report: Path | None, png: Path | None) -> None:

@@ -82,7 +82,7 @@ def simulate(
     if png is not None:
         write_drawing(png, list(simulations.values()), "--png")
     for path in filter(None, targets.values()):
-        console.print(f"written: {path}", highlight=False)
+        console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _with_sync(cluster: ClusterSpec, sync: str | None) -> ClusterSpec:

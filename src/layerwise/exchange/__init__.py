@@ -3,6 +3,7 @@
 collective   departure, all-to-all, landing, and the same in reverse for gradients
 progress     where a rank is, for messages of what fails
 wire         what lies where in the flat buffers
+check_calls  whether all ranks are at the same exchange, for those who ask
 waits        how long the rank waited for exchanges
 staging      the buffers, kept and used again
 graph_break  what torch.compile leaves alone

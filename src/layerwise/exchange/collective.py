@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
+from layerwise.exchange.check_calls import CHECKS_CALLS, compare_call
 from layerwise.exchange.graph_break import outside_graph
 from layerwise.exchange.progress import Progress, waiting
 from layerwise.exchange.staging import STAGING
@@ -180,6 +182,7 @@ class _Depart(torch.autograd.Function):
         return tuple(tensors[0].new_empty(0) for _ in flights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         return (None, *_complete([flight.backward for flight in reversed(ctx.flights)]))
 
@@ -191,6 +194,7 @@ class _Land(torch.autograd.Function):
         return _complete([flight.forward for flight in flights])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grads = tuple(grad.contiguous() for grad in grads)
         # What was begun last forward is wanted first backward.
@@ -229,6 +233,8 @@ class _Leg:
         self.send, self.recv = (STAGING.take(sum(elements), like=tensors[0]) for elements in splits)
         for x, moves in zip(tensors, wire.pack, strict=True):
             move_rows(x, self.send, moves, add=False)
+        if CHECKS_CALLS:
+            compare_call(comm, str(self.point), self.send, *splits)
         self.site.meter.add(self.site.kind, comm, [n * self.send.dtype.itemsize for n in wire.send_splits])
         self.pending = comm.start_all_to_all(self.send, self.recv, *splits)
 

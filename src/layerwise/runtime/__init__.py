@@ -1,13 +1,14 @@
 """Plans at work: the routes of a micro-batch, and the attention call that follows them.
 
 routes          the routes of a micro-batch, and `attention`, which follows them
+agreement       whether all ranks hold the same plan
 attention_call  one call: what it must look like, and the kernels it runs on
 """
 
+from layerwise.runtime.agreement import agree
 from layerwise.runtime.routes import (
     MOVES,
     Routes,
-    agree,
     attention,
     build_routes,
     checkpoint,

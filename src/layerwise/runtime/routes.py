@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from itertools import combinations, islice
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from layerwise.errors import PlanMismatchError, SpecError
+from layerwise.errors import SpecError
 from layerwise.exchange import (
     Comm,
     Flight,
@@ -211,48 +211,6 @@ def plan_blocks(plan: StepPlan) -> set[Block]:
         for source, target in combinations(microbatch.places, 2):
             blocks.update(move_blocks(microbatch, source, target, *size))
     return blocks
-
-
-def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int = 0) -> int:
-    """Compare the plan over all ranks, make its groups, and return the valid tokens of the whole step.
-
-    To be called on every rank before the first collective that depends on the plan. `num_valid_tokens` are this rank's
-    tokens with a label; `content` is a hash of the step's samples.
-    Raises PlanMismatchError, on every rank, where two ranks hold different plans; says what differs first.
-    """
-    world.progress.at = "agreement on the plan"
-    gathered = world.gather_ints([plan.digest() ^ content, num_valid_tokens])
-    digests = [row[0] for row in gathered]
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise PlanMismatchError(
-                f"rank 0 holds plan {digests[0]:016x} and rank {rank} holds {digest:016x}, which differ first in "
-                f"{_first_difference(plan, world)}: all ranks must see the same samples and tokens in the same order "
-                "(seed anything random by step, not by rank), and the same cluster, model, strategy and version"
-            )
-    world.prepare(plan_blocks(plan))
-    return sum(row[1] for row in gathered)
-
-
-def _first_difference(plan: StepPlan, world: World) -> str:
-    """What part of the ranks' plans differs first. Every rank calls this."""
-    digests = {
-        f"overlap_parts, {plan.overlap_parts} on rank {world.rank}": plan.overlap_parts,
-        "the lengths of the samples or the settings": replace(plan, microbatches=()).digest(),
-    }
-    for index, microbatch in enumerate(plan.microbatches):
-        before, tiles = plan.microbatches[:index], dict(sorted(microbatch.tiles.items()))
-        for count, part in enumerate(["the shards", *(f"the tiles of {kind} layers" for kind in tiles)]):
-            cut = replace(microbatch, tiles=dict(islice(tiles.items(), count)))
-            digests[f"micro-batch {index}, {part}"] = replace(plan, microbatches=(*before, cut)).digest()
-    most = max(row[0] for row in world.gather_ints([len(digests)]))
-    table = np.array(world.gather_ints([*digests.values(), *[-1] * (most - len(digests))]))
-    differing = np.flatnonzero((table != table[0]).any(axis=0))
-    if not len(differing):
-        return "the tokens of the samples"
-    return [*digests, f"the number of micro-batches, which is {len(plan.microbatches)} on rank {world.rank}"][
-        min(int(differing[0]), len(digests))
-    ]
 
 
 _current: ContextVar[Routes | None] = ContextVar("layerwise_routes", default=None)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from layerwise.errors import CheckpointError, SpecError, UnsupportedError
+from layerwise.exchange import waiting
 from layerwise.groups import ProcessWorld
+from layerwise.traffic import Block
 from layerwise.train.manifest import FileDigest, digest_file, read_manifest, sync, verify_file, write_manifest
 
 STATE_FILE = "state.json"
-# Writing takes as long as the storage does, and other ranks wait for the slowest one.
-SAVE_TIMEOUT = timedelta(hours=2)
 _COMPLETE, _PARTIAL, _DAMAGED = re.compile(r"step-(\d{8,})"), ".partial", ".damaged"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -77,18 +78,26 @@ def remove_checkpoints(folder: Path) -> None:
 class Checkpoints:
     """The checkpoints of a run, seen from one rank. Every rank makes the same calls.
 
-    keep: how many complete ones stay. warn: is told what went wrong and is not an error; called on rank 0.
+    keep: how many complete ones stay. timeout_s: how long ranks wait for the slowest that reads or writes one.
+    warn: is told what went wrong and is not an error; called on rank 0.
     """
 
-    def __init__(self, folder: Path, world: ProcessWorld, *, keep: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, world: ProcessWorld, *, keep: int, timeout_s: float, warn: Callable[[str], None]
+    ) -> None:
         self.world = world
         self._folder, self._keep, self._warn = folder, keep, warn
-        self._group = world.side_group(SAVE_TIMEOUT)
+        self._timeout = timedelta(seconds=timeout_s)
         self._saving: tuple[int, Future[Any]] | None = None
         self._failure: str | None = None
         if world.rank == 0:
             for leftover in folder.glob(f"step-*{_PARTIAL}"):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+    @cached_property
+    def _group(self) -> Any:
+        """Made when the first checkpoint is saved or looked for, which all ranks do at once."""
+        return self.world.side_group(self._timeout)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState, *, wait: bool) -> None:
         """Start to save, once an earlier save has ended. What changes after the call is not saved.
@@ -110,6 +119,7 @@ class Checkpoints:
         if self._saving is None:
             return
         (step, future), self._saving, self._failure = self._saving, None, None
+        self.world.progress.at = f"the checkpoint after step {step}"
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -129,13 +139,15 @@ class Checkpoints:
 
         A damaged one is said, renamed and passed over. Raises CheckpointError where a rank does not see the folder.
         """
+        self.world.progress.at = "the comparison of checkpoints with their manifests"
         while True:
             step = self.world.gather_ints([next(iter(step_folders(self._folder)), -1)])[0][0]
             if step < 0:
                 return None
             path = self._folder / f"step-{step:08d}"
             faults: list[str | None] = [None] * self.world.num_ranks
-            dist.all_gather_object(faults, self._fault(path), group=self._group)
+            with waiting(self.world.progress, self.world.rank, Block(0, self.world.num_ranks)):
+                dist.all_gather_object(faults, self._fault(path), group=self._group)
             fault = next((fault for fault in faults if fault), None)
             if fault is None:
                 return path, _read_state(path)
@@ -149,6 +161,7 @@ class Checkpoints:
 
         With as many ranks as saved it, each gets its random state back.
         """
+        self.world.progress.at = f"loading {path.name}"
         rank = self.world.rank
         tensors = _tensors(model, optimizer)
         random_states = _random_states(rank) if state.num_ranks == self.world.num_ranks else {}

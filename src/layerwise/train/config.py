@@ -21,6 +21,8 @@ from layerwise.spec import (
     record_from,
 )
 
+MIN_TIMEOUT_S = 0.1  # ranks that are well need some of it
+
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -38,17 +40,18 @@ class CheckpointConfig(Record):
     """When to save, and how many checkpoints stay; docs/checkpoints.md.
 
     `every_steps` None: never. `folder` None: `checkpoints` in the folder of the run. `asynchronous`: training goes on
-    while the files are written.
+    while the files are written. `timeout_s`: how long ranks wait for the slowest that writes, or reads one to go on.
     """
 
     every_steps: int | None = Field(default=None, ge=1)
     keep: int = Field(default=2, ge=1)
     folder: str | None = Field(default=None, min_length=1)
     asynchronous: bool = True
+    timeout_s: float = Field(default=1800.0, ge=MIN_TIMEOUT_S, le=1e6)
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
-        without_effect = self.model_fields_set - {"every_steps"}
+        without_effect = self.model_fields_set - {"every_steps", "timeout_s"}  # --resume waits for as long, too
         if self.every_steps is None and any(
             getattr(self, key) != type(self).model_fields[key].default for key in without_effect
         ):
@@ -97,7 +100,9 @@ class TrainConfig(Record):
     rope_theta: float = Field(default=10_000.0, gt=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     prefetch_steps: int = Field(default=2, ge=1)
-    timeout_s: float = Field(default=300.0, gt=0, le=1e6, description="a collective that waits longer ends the run")
+    timeout_s: float = Field(
+        default=300.0, ge=MIN_TIMEOUT_S, le=1e6, description="a collective that waits longer ends the run"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

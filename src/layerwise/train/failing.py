@@ -31,7 +31,7 @@ ValueT = TypeVar("ValueT")
 # How long a rank listens for the last words of others, which fail a little later than it does.
 LISTEN_S = 2.0
 _POLL_S = 0.05
-_TOLD_TO_END = "was told to end (SIGTERM), as happens where another rank has failed"
+_TOLD_TO_END = "was told to end (SIGTERM): another rank has failed, or somebody, such as a scheduler, ended the run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +95,14 @@ def run_to_the_end(
             world.progress.at = "the end of the run"
             with waiting(world.progress, world.rank, Block(0, world.num_ranks)):
                 dist.barrier()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # to leave in mid-run fails the others
         return _explain(error, world, words, timeout_s)
     finally:
         signal.signal(signal.SIGTERM, handler)
     return None
 
 
-def _explain(error: Exception, world: ProcessWorld, words: LastWords, timeout_s: float) -> LastWord:
+def _explain(error: BaseException, world: ProcessWorld, words: LastWords, timeout_s: float) -> LastWord:
     where = world.progress.where()
     if isinstance(error, CollectiveError):
         peers, reason = error.peers, error.reason
@@ -121,7 +121,7 @@ def _explain(error: Exception, world: ProcessWorld, words: LastWords, timeout_s:
     return LastWord(where=where, why="\n".join([reason, *_tell(heard, world.rank, peers, timeout_s)]), waited=True)
 
 
-def _lost_a_peer(error: Exception) -> bool:
+def _lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
@@ -142,7 +142,11 @@ def _tell(heard: dict[int, LastWord] | None, rank: int, peers: Sequence[int], ti
             "allows: look at its log and its host, and raise timeout_s if it was only slow"
         )
     for where, ranks in by_value({peer: heard[peer].where for peer in peers if peer in heard and heard[peer].waited}):
-        yield f"  {ranks_label(ranks)}: waited{' there, too' if where == heard[rank].where else f' at {where}'}"
+        yield f"  {ranks_label(ranks)}: waited{' there, too' if where == heard[rank].where else f' {_at(where)}'}"
+
+
+def _at(where: str) -> str:
+    return where if where.startswith(("after ", "before ")) else f"at {where}"
 
 
 def by_value(values: dict[int, ValueT]) -> list[tuple[ValueT, list[int]]]:

@@ -164,14 +164,15 @@ class _Child:
 
     def last_word(self) -> LastWord | None:
         """Why the rank failed; None where it ended well or still runs."""
+        if self.process.exitcode is None:
+            return None
         with suppress(EOFError):
             if self.said.poll():
-                word: LastWord = self.said.recv()
+                word: LastWord | None = self.said.recv()
                 return word
         code = self.process.exitcode
-        if not code:
-            return None
-        why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        early = f"ended with exit status {code} before the end of the run"
+        why = f"was killed by {signal.Signals(-code).name}" if code < 0 else early
         return LastWord(where="", why=why, waited=False)
 
 
@@ -184,10 +185,10 @@ def _watch(ranks: dict[int, _Child], store: Path) -> None:
             word = ranks[rank].last_word()
             if word is None:
                 continue
-            # One that waited has listened for as long as the others may take.
-            until = min(until, time.monotonic() + _SLACK_S + (0.0 if word.waited else LISTEN_S))
+            # Those that waited for it notice when it ends, and listen, too, before they do.
+            until = time.monotonic() + _SLACK_S + LISTEN_S
             words[rank] = word
-            if (ranks[rank].process.exitcode or 0) < 0:  # it cannot tell the others
+            if not word.where and not word.waited:  # it could not tell the others itself
                 LastWords(dist.FileStore(str(store), len(ranks))).say(rank, word)
     for rank in running:
         ranks[rank].process.terminate()  # those that can say where they are
@@ -220,18 +221,15 @@ def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    status = 1
     try:
         word = rank.run()
-        status = 0 if word is None else 1
     except CollectiveError as error:  # others did not come
         word = LastWord(where=error.where, why=error.reason, waited=True)
-    except Exception as error:
+    except BaseException as error:
         word = LastWord(where="", why="".join(traceback.format_exception(error)).strip(), waited=False)
     finally:
-        if word is not None:
-            said.send(word)
+        said.send(word)
         said.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(0 if word is None else 1)

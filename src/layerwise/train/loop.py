@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerwise import __version__
 from layerwise.cost import model_flops
 from layerwise.data.corpus import Corpus
 from layerwise.data.loader import Microbatch, PlannedLoader, Step
@@ -25,6 +26,7 @@ from layerwise.model import HybridLM, ModelOptions
 from layerwise.model.moe import EXPERTS
 from layerwise.planners import Planner
 from layerwise.runtime import MOVES
+from layerwise.train.agreement import agree_on_settings
 from layerwise.train.checkpoint import Checkpoints, RunState, check_resumable
 from layerwise.train.config import TrainConfig
 from layerwise.train.forecast import Forecast, Forecaster
@@ -116,9 +118,13 @@ def train(
     profile: a folder for what the profiler sees of a few steps.
     Raises LayerwiseError for settings, data, plans and checkpoints that cannot be used.
     """
+    options = {"--resume": resume, "--profile": profile is not None, "layerwise": __version__}
+    agree_on_settings(config.model_dump(mode="json") | {"samples": corpus.fingerprint} | options, world)
+    world.progress.at = "building the model"
     model = build_model(config, world, device)
     optimizer = build_optimizer(config, model)
-    checkpoints = Checkpoints(folder, world, keep=config.checkpoint.keep, warn=watcher.say)
+    saving = config.checkpoint
+    checkpoints = Checkpoints(folder, world, keep=saving.keep, timeout_s=saving.timeout_s, warn=watcher.say)
     first_step = _resume(checkpoints, model, optimizer, config, corpus, watcher) if resume else 0
     watcher.start(first_step)
     planner = build_planner(config)
@@ -144,10 +150,10 @@ def train(
             _check_finite("loss", totals.losses["loss"], step.index, config)
             grad_norm = update(model, optimizer, step.index, config, world)
         except DivergedError as error:
-            again = partial(_forward, model, step=step, config=config)
-            found = first_not_finite(model, step, again, world)
+            found = first_not_finite(model, step, partial(_loss, model, step=step, config=config), world)
             world.progress.at = "the check for finite numbers"
             raise DivergedError(f"{error}\n  {found}") from None
+        world.progress.at = "the figures of the step"
         peak = peak_bytes(world, device)
         now = time.perf_counter()
         if forecaster is not None:
@@ -211,9 +217,16 @@ def accumulate_gradients(model: HybridLM, step: Step, config: TrainConfig) -> di
         losses = _forward(model, microbatch, step, config)
         for name, loss in losses.items():
             totals[name] += loss.detach()
-        total = losses["loss"] + config.balance_coef * losses.get("balance_loss", 0.0)
-        total.backward()
+        _total(losses, config).backward()
     return totals
+
+
+def _loss(model: HybridLM, microbatch: Microbatch, step: Step, config: TrainConfig) -> Tensor:
+    return _total(_forward(model, microbatch, step, config), config)
+
+
+def _total(losses: dict[str, Tensor], config: TrainConfig) -> Tensor:
+    return losses["loss"] + config.balance_coef * losses.get("balance_loss", 0.0)
 
 
 def _forward(model: HybridLM, microbatch: Microbatch, step: Step, config: TrainConfig) -> dict[str, Tensor]:
@@ -246,6 +259,7 @@ def update(
         reduce_gradients(model.parameters(), world)
     grad_norm = float(clip_gradients(model.parameters(), opt.clip_grad_norm or math.inf))
     _check_finite("gradient norm", grad_norm, step, config)
+    world.progress.at = "the optimizer's step"
     for group in optimizer.param_groups:
         group["lr"] = opt.learning_rate * min(1.0, (step + 1) / (opt.warmup_steps + 1))
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Where a step's numbers first stopped being finite: its forward passes once more, with every module's output checked.
+"""Where a step's numbers first stopped being finite: its passes once more, with every module's output checked.
 
 A check of each layer in each step would read all activations once more; this way a step without fault pays nothing.
 """
@@ -19,43 +19,47 @@ from layerwise.kernels import Kernel, Segments, varlen_attention
 from layerwise.labels import ranks_label
 from layerwise.model import HybridLM
 
-_ATTENTION = -1
+_ATTENTION, _LOSS = -1, -2
 
 
-@torch.no_grad()
-def first_not_finite(model: HybridLM, step: Step, forward: Callable[[Microbatch], Any], world: World) -> str:
+def first_not_finite(model: HybridLM, step: Step, loss: Callable[[Microbatch], Tensor], world: World) -> str:
     """Which rank, micro-batch and layer it was, for people; every rank calls this and gets the same.
 
-    forward: the forward pass of a micro-batch; what it returns is not looked at.
+    loss: the forward pass of a micro-batch, and what its backward pass begins with. Gradients are spoilt.
     """
-    probe = _Probe(model, world)
-    for microbatch in step.microbatches:
-        with microbatch.routes() as routes:
-            probe.microbatch = routes.microbatch
-        forward(microbatch.with_routes(replace(routes, backend=probe.kernel(routes.backend))))
-    probe.remove()
-    found = world.gather_ints(probe.first or [len(step.microbatches), 0, 0, 0])
-    first = min(found)
-    if first[0] == len(step.microbatches):
-        return (
-            "run again, its forward pass is finite up to the head on every rank: numbers overflow in the loss or in "
-            "backward, or the hardware made an error"
-        )
-    ranks = ranks_label(rank for rank, place in enumerate(found) if place == first)
-    return f"first not finite: {ranks}, micro-batch {first[0]}, {probe.name_of(first[2], first[3])}"
+    for is_backward in (False, True):
+        probe = _Probe(model, world, is_backward)
+        with torch.set_grad_enabled(is_backward):
+            for microbatch in step.microbatches:
+                with microbatch.routes() as routes:
+                    probe.microbatch = routes.microbatch
+                total = loss(microbatch.with_routes(replace(routes, backend=probe.kernel(routes.backend))))
+                probe.check(total, _LOSS)
+                if is_backward:
+                    total.backward()
+        probe.remove()
+        found = world.gather_ints(probe.first or [len(step.microbatches), 0, 0, 0])
+        first = min(found)
+        if first[0] < len(step.microbatches):
+            ranks = ranks_label(rank for rank, place in enumerate(found) if place == first)
+            return f"first not finite: {ranks}, micro-batch {first[0]}, {probe.name_of(first[2], first[3])}"
+    return (
+        "run again, forward and backward, it is finite on every rank: numbers overflow in the sums of gradients, or "
+        "the hardware made an error"
+    )
 
 
 class _Probe:
-    """The first output on this rank that is not finite, as integers that compare by time:
+    """The first output, or gradient of an output, on this rank that is not finite, as integers that compare by time:
 
-    (micro-batch, module calls before it, module or _ATTENTION, layer of the attention before it).
+    (micro-batch, modules checked before it, module or _ATTENTION or _LOSS, layer of the attention before it).
     All ranks call the same modules in the same order. Attention comes before the module that is called next.
     """
 
-    def __init__(self, model: HybridLM, world: World) -> None:
-        self.model, self.world = model, world
+    def __init__(self, model: HybridLM, world: World, is_backward: bool) -> None:
+        self.model, self.world, self.is_backward = model, world, is_backward
         self.first: list[int] | None = None
-        self.microbatch = self.num_calls = 0
+        self.microbatch = self.num_checks = 0
         modules = [(name, module) for name, module in model.named_modules() if not list(module.children())]
         self.names = [name for name, _ in modules]
         self._hooks = [m.register_forward_hook(self._hook_of(index)) for index, (_, m) in enumerate(modules)]
@@ -67,12 +71,15 @@ class _Probe:
 
     def name_of(self, module: int, layer: int) -> str:
         """Of a module, or of the attention of a layer."""
+        of = "gradient of the output of" if self.is_backward else "output of"
+        if module == _LOSS:
+            return "the gradient of the loss" if self.is_backward else "the loss"
         part = "attention" if module == _ATTENTION else self.names[module]
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)", part):
             layer, part = int(match[1]), match[2]
         elif module != _ATTENTION:
-            return f"outside of the layers: output of {part}"
-        return f"layer {layer} ({self.model.spec.all_layer_types[layer]}): output of {part}"
+            return f"outside of the layers: {of} {part}"
+        return f"layer {layer} ({self.model.spec.all_layer_types[layer]}): {of} {part}"
 
     def kernel(self, backend: str | Kernel) -> Kernel:
         """The attention kernel with a check. What was not finite before it is not its fault."""
@@ -81,22 +88,28 @@ class _Probe:
             q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, scale: float, sinks: Tensor | None
         ) -> Tensor:
             out = varlen_attention(q, k, v, segments, window=window, scale=scale, sinks=sinks, backend=backend)
-            if not _is_finite(out) and all(map(_is_finite, (q, k, v))):
-                self._found(_ATTENTION)
+            if all(map(_is_finite, (q, k, v))):
+                self.check(out, _ATTENTION)
             return out
 
         return checked
 
     def _hook_of(self, index: int) -> Callable[[Any, Any, Any], None]:
-        def hook(_module: Any, _args: Any, output: Tensor) -> None:
-            if not _is_finite(output):
-                self._found(index)
-            self.num_calls += 1
+        return lambda _module, _args, output: self.check(output, index)
 
-        return hook
+    def check(self, output: Tensor, module: int) -> None:
+        """Look at an output, or at its gradient when that is there."""
+        layer = self.world.progress.layer
 
-    def _found(self, module: int) -> None:
-        self.first = self.first or [self.microbatch, self.num_calls, module, self.world.progress.layer]
+        def look(x: Tensor) -> None:
+            if not _is_finite(x):
+                self.first = self.first or [self.microbatch, self.num_checks, module, layer]
+            self.num_checks += module >= 0  # a rank may have several attention kernels to run, or none
+
+        if not self.is_backward:
+            look(output)
+        elif output.requires_grad:
+            output.register_hook(look)
 
 
 def _is_finite(x: Tensor) -> bool:

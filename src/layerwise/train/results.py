@@ -41,7 +41,7 @@ def print_and_report(configs: Sequence[TrainConfig], corpus: Corpus, folders: Se
         plans=plans,
         config_text=configs[-1].to_yaml(),
     )
-    Console().print(f"report: {out / REPORT_FILE}", highlight=False, soft_wrap=True)
+    Console().print(f"report: {out / REPORT_FILE}", markup=False, highlight=False, soft_wrap=True)
 
 
 def telling_step(before: TrainConfig, after: TrainConfig, corpus: Corpus) -> tuple[StepPlan, StepPlan]:

@@ -139,7 +139,7 @@ def load_data(configs: Sequence[TrainConfig]) -> Corpus:
         num_longer = int((corpus.lengths > config.tokens_per_step).sum())
         longer = f"; {num_longer:,} longer than tokens_per_step={config.tokens_per_step}, each a step of its own"
         lines = [f"data: {corpus.report}{longer if num_longer else ''}", *_mixture_lines(config, corpus)]
-        Console(stderr=True).print("\n".join(lines), highlight=False, soft_wrap=True)
+        Console(stderr=True).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     return corpus
 
 
@@ -263,7 +263,7 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         self._progress.update(self._task, completed=first_step)
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, soft_wrap=True)
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, row: dict[str, Any]) -> None:
         assert self._recorder is not None, "start comes first"
