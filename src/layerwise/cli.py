@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 import typer
@@ -50,7 +51,11 @@ def main() -> None:
         # Before training, settings and files are wrong for all ranks of a node alike; in training a rank may be alone.
         if isinstance(error, RankFailedError) or speaks_for_node():
             print(f"layerwise: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError) and _has_other_threads():
             sys.stdout.flush()
-            os._exit(1)  # a thread that waits for a rank that is gone, to save a checkpoint, would not let it end
+            os._exit(1)  # one may wait, to save a checkpoint, for a rank that is gone, and would not let this end
         sys.exit(1)
+
+
+def _has_other_threads() -> bool:
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())

@@ -136,12 +136,12 @@ def in_optimizer(fault: Fault) -> None:
 
 
 def in_save(fault: Fault) -> None:
-    """The rank hangs where it writes its part of a checkpoint."""
+    """The rank stops where it writes its part of a checkpoint."""
     write = checkpoint._Writer.write_data
 
     def faulty(self: Any, *args: Any) -> Any:
         if dist.get_rank() == fault.rank:
-            sleep()
+            stop()
         return write(self, *args)
 
     checkpoint._Writer.write_data = faulty

@@ -205,7 +205,7 @@ def test_a_rank_that_hangs_before_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.hosts
 @pytest.mark.parametrize("torchrun", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_hangs_in_a_save(tmp_path: Path, asynchronous: bool, torchrun: bool) -> None:
+def test_a_rank_that_stops_in_a_save(tmp_path: Path, asynchronous: bool, torchrun: bool) -> None:
     """Every rank ends, also where a thread that saves is left waiting."""
     limit_s = 600 if asynchronous else 6  # a save beside the training delays nobody who has failed
     save = ("checkpoint.every_steps=2", f"checkpoint.asynchronous={asynchronous}", f"checkpoint.timeout_s={limit_s}")
