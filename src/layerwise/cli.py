@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import typer
@@ -18,6 +19,8 @@ from layerwise.commands.plan import plan
 from layerwise.commands.simulate import simulate
 from layerwise.commands.train import compare, train
 from layerwise.errors import LayerwiseError, RankFailedError
+
+ALONE_AFTER_S = 2.0
 
 
 class _Commands(TyperGroup):
@@ -48,9 +51,13 @@ def main() -> None:
     try:
         app()
     except LayerwiseError as error:
-        # Before training, settings and files are wrong for all ranks of a node alike; in training a rank may be alone.
-        if isinstance(error, RankFailedError) or speaks_for_node():
-            print(f"layerwise: {error}", file=sys.stderr, flush=True)
+        # Before training, settings and files are mostly wrong for all ranks of a node alike, and one says it. Where
+        # that one fails, torchrun ends the others meanwhile; a rank that is still here is alone with its fault.
+        alone = not isinstance(error, RankFailedError) and not speaks_for_node()
+        if alone:
+            time.sleep(ALONE_AFTER_S)
+        rank = f"rank {os.environ.get('RANK', '?')}: " if alone else ""
+        print(f"layerwise: {rank}{error}", file=sys.stderr, flush=True)
         if isinstance(error, RankFailedError) and _has_other_threads():
             sys.stdout.flush()
             os._exit(1)  # one may wait, to save a checkpoint, for a rank that is gone, and would not let this end

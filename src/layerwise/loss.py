@@ -111,6 +111,7 @@ def reduce_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> 
     flat = torch.cat(
         [p.new_zeros(p.numel(), dtype=wide) if p.grad is None else p.grad.flatten().to(wide) for p in trained]
     )
+    world.progress.at = "the sum of gradients"
     world.all_reduce(flat)
     for p, grad in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
         p.grad = grad.view_as(p).to(p.dtype)

@@ -103,6 +103,22 @@ def nan_in_backward(fault: Fault) -> None:
     sdpa.sdpa_attention = faulty
 
 
+def bad_gradient(fault: Fault) -> None:
+    """The gradient of a weight, and of nothing else, is NaN, or large enough that its square is infinite."""
+    build, factor = loop.build_model, {"nan_weight": float("nan"), "huge_weight": 1e200}[fault.what]
+
+    def faulty(config: Any, world: World, device: Any) -> Any:
+        model = build(config, world, device)
+
+        def spoil(grad: Tensor) -> Tensor:
+            return grad * factor if (world.rank, world.progress.step) == (fault.rank, fault.step) else grad
+
+        model.get_parameter("layers.1.attention.o_proj.weight").register_hook(spoil)
+        return model
+
+    loop.build_model = faulty
+
+
 def another_plan(fault: Fault) -> None:
     """A valid plan, but neighbours compute one another's tiles of sliding layers."""
     plan_step, step = Planner.__call__, [0]
@@ -169,6 +185,12 @@ def in_build(fault: Fault) -> None:
     loop.build_model = faulty
 
 
+def wrong_argument(fault: Fault) -> None:
+    """The rank, or with -1 every rank, has a setting that does not exist."""
+    if fault.rank in (-1, int(os.environ["RANK"])):
+        sys.argv += ["--set", "nonsense=1"]
+
+
 def absent(fault: Fault) -> None:
     """The rank is started, but does not come to where all ranks meet."""
     meet = launch.meet
@@ -185,12 +207,14 @@ FAULTS = {
     **dict.fromkeys(("die", "stop", "sleep"), in_exchange),
     "nan": nan_in_attention,
     "nan_back": nan_in_backward,
+    **dict.fromkeys(("nan_weight", "huge_weight"), bad_gradient),
     **dict.fromkeys(("leave", "exit"), in_optimizer),
     "save": in_save,
     "settings": other_settings,
     "build": in_build,
     "plan": another_plan,
     "absent": absent,
+    "argument": wrong_argument,
 }
 
 if __name__ == "__main__":

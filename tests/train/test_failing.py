@@ -169,6 +169,24 @@ def test_a_gradient_that_is_not_finite_is_traced_too(tmp_path: Path, recompute: 
 
 @ranks
 @pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("nan_weight", r"first not finite: rank 1, micro-batch 0, gradient of the weight (.+)"),
+        (
+            "huge_weight",
+            r"run again, .* \(the largest is about 1e19\d, of (.+) on rank 1\), or the hardware made an error",
+        ),
+    ],
+)
+def test_a_bad_gradient_of_a_weight_is_traced_to_its_rank(tmp_path: Path, fault: str, where: str) -> None:
+    run = Run(tmp_path, f"{fault}:1:2:0:0", *SP4)
+    run.assert_ended(within_s=GRACE_S)
+    run.assert_said(rf"^  {where}$")
+    assert re.findall(where, run.said) == ["layers.1.attention.o_proj.weight"]
+
+
+@ranks
+@pytest.mark.parametrize(
     ("fault", "why"),
     [("leave", "rank 2: ended with exit status 0 before the end of the run"), ("exit", "rank 2, .* step: Traceback")],
 )
@@ -188,6 +206,17 @@ def test_other_settings_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
         "^layerwise: rank 0, agreement on the settings: SpecError: seed is 0 on rank 0, but seed is 7 on rank 2: all "
         "ranks .*\n  the same: ranks 1-3$"
     )
+
+
+@ranks
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.parametrize(("rank", "who"), [(1, "rank 1: "), (-1, "")])
+def test_under_torchrun_a_wrong_setting_is_said_once(tmp_path: Path, rank: int, who: str) -> None:
+    run = Run(tmp_path, f"argument:{rank}:0:0:0", *SP4, torchrun=True)
+    assert run.status == 1
+    run.assert_said(f"^layerwise: {who}.*nonsense")
+    assert run.said.count("layerwise: ") == 1, run.said
 
 
 @ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from layerwise.cli import main
+from layerwise.cli import ALONE_AFTER_S, main
 from layerwise.cost import predict
 from layerwise.data.corpus import load_corpus
 from layerwise.errors import CheckpointError, DataError, RankFailedError, SpecError
@@ -334,7 +334,7 @@ def test_bad_settings_end_in_one_message_before_ranks_start(
 
 
 @pytest.mark.parametrize(("local_rank", "in_training"), [(0, False), (1, False), (0, True), (1, True)])
-def test_torchrun_ranks_say_once_per_node_what_is_wrong_before_training(
+def test_torchrun_ranks_that_are_not_alone_say_once_per_node_what_is_wrong_before_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -345,14 +345,17 @@ def test_torchrun_ranks_say_once_per_node_what_is_wrong_before_training(
         raise RankFailedError("rank 9: DataError: bad") if in_training else DataError("bad")
 
     monkeypatch.setattr("layerwise.train.run.launch", failing_launch)
+    waited: list[float] = []  # for torchrun to end this rank, if the first of the node has failed, too
+    monkeypatch.setattr("layerwise.cli.time.sleep", waited.append)
     for name, value in {"RANK": 8 + local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 16}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("sys.argv", ["layerwise", "train", "--config", str(DEMO), *SMALL, "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1
-    spoken = "layerwise: rank 9: DataError: bad\n" if in_training else "layerwise: bad\n"
-    assert capsys.readouterr().err == (spoken if in_training or local_rank == 0 else "")
+    spoken = "layerwise: bad\n" if local_rank == 0 else "layerwise: rank 9: bad\n"
+    assert capsys.readouterr().err == ("layerwise: rank 9: DataError: bad\n" if in_training else spoken)
+    assert waited == ([ALONE_AFTER_S] if local_rank and not in_training else [])
 
 
 def test_under_torchrun_a_fault_in_training_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layerwise.errors import PlanMismatchError
+from layerwise.exchange.progress import Progress, waiting
 
 if TYPE_CHECKING:
     from layerwise.exchange.collective import Comm
@@ -22,14 +23,15 @@ CHECKS_CALLS = os.environ.get("LAYERWISE_CHECK_CALLS", "0") == "1"
 _MAX_BYTES = 120  # of a place
 
 
-def compare_call(comm: Comm, place: str, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> None:
+def compare_call(comm: Comm, progress: Progress, send: Tensor, send_splits: list[int], recv_splits: list[int]) -> None:
     """Raises PlanMismatchError where a rank of the block is elsewhere, or sends what another does not expect."""
-    ours = f"{place}, {str(send.dtype).removeprefix('torch.')}".encode()[:_MAX_BYTES]
+    ours = f"{progress.at}, {str(send.dtype).removeprefix('torch.')}".encode()[:_MAX_BYTES]
     row = [*ours, *[0] * (_MAX_BYTES - len(ours)), *send_splits]
     table = torch.zeros(comm.block.size, len(row), dtype=torch.int64, device=send.device)
     table[comm.peer] = torch.tensor(row)
-    comm.all_reduce(table)
     me = comm.block.lo + comm.peer
+    with waiting(progress, me, comm.block):
+        comm.all_reduce(table)
     for peer, other in enumerate(table.tolist()):
         rank, theirs = comm.block.lo + peer, bytes(other[:_MAX_BYTES]).rstrip(b"\0")
         if theirs != ours:

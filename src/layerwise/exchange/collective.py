@@ -234,7 +234,7 @@ class _Leg:
         for x, moves in zip(tensors, wire.pack, strict=True):
             move_rows(x, self.send, moves, add=False)
         if CHECKS_CALLS:
-            compare_call(comm, str(self.point), self.send, *splits)
+            compare_call(comm, self.site.progress, self.send, *splits)
         self.site.meter.add(self.site.kind, comm, [n * self.send.dtype.itemsize for n in wire.send_splits])
         self.pending = comm.start_all_to_all(self.send, self.recv, *splits)
 

@@ -133,14 +133,15 @@ def _tell(heard: dict[int, LastWord] | None, rank: int, peers: Sequence[int], ti
             "is down, or the link to it is"
         )
         return
-    for peer in peers:
-        if peer in heard and not heard[peer].waited:
-            yield f"  {heard[peer].of(peer)}"
+    at_fault = [peer for peer in peers if peer in heard and not heard[peer].waited]
+    for peer in at_fault:
+        yield f"  {heard[peer].of(peer)}"
     if silent := [peer for peer in peers if peer not in heard]:
-        yield (
-            f"  {ranks_label(silent)}: no word; ended, stopped, cut off, or slower than timeout_s={timeout_s:g} "
-            "allows: look at its log and its host, and raise timeout_s if it was only slow"
+        advice = (
+            f"; ended, stopped, cut off, slower than timeout_s={timeout_s:g} allows, or waiting for one that is: look "
+            "at its log and its host, and raise timeout_s if it was only slow"
         )
+        yield f"  {ranks_label(silent)}: no word{' yet' if at_fault else advice}"
     for where, ranks in by_value({peer: heard[peer].where for peer in peers if peer in heard and heard[peer].waited}):
         yield f"  {ranks_label(ranks)}: waited{' there, too' if where == heard[rank].where else f' {_at(where)}'}"
 

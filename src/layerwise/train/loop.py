@@ -118,8 +118,7 @@ def train(
     profile: a folder for what the profiler sees of a few steps.
     Raises LayerwiseError for settings, data, plans and checkpoints that cannot be used.
     """
-    options = {"--resume": resume, "--profile": profile is not None, "layerwise": __version__}
-    agree_on_settings(config.model_dump(mode="json") | {"samples": corpus.fingerprint} | options, world)
+    agree_on_settings(_run_settings(config, corpus, folder, resume=resume, profile=profile is not None), world)
     world.progress.at = "building the model"
     model = build_model(config, world, device)
     optimizer = build_optimizer(config, model)
@@ -169,6 +168,15 @@ def train(
     checkpoints.close()
     if profiler is not None and not profiler.finish():
         watcher.say(f"--profile: nothing to show, since it begins after {NUM_BEFORE} steps; take more steps")
+
+
+def _run_settings(config: TrainConfig, corpus: Corpus, folder: Path, *, resume: bool, profile: bool) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    settings = config.model_dump(mode="json") | {"--resume": resume, "--profile": profile, "layerwise": __version__}
+    if resume or config.checkpoint.every_steps:
+        settings["the folder of checkpoints"] = str(folder)
+    data = {"the number of samples": len(corpus), "the number of their tokens": int(corpus.lengths.sum())}
+    return settings | data | {"the hash of all samples": corpus.fingerprint}
 
 
 def _resume(

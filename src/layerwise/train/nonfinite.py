@@ -5,6 +5,7 @@ A check of each layer in each step would read all activations once more; this wa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from layerwise.data.loader import Microbatch, Step
 from layerwise.groups import World
@@ -20,6 +22,7 @@ from layerwise.labels import ranks_label
 from layerwise.model import HybridLM
 
 _ATTENTION, _LOSS = -1, -2
+_NO_EXPONENT = -400  # below every float64's
 
 
 def first_not_finite(model: HybridLM, step: Step, loss: Callable[[Microbatch], Tensor], world: World) -> str:
@@ -36,23 +39,29 @@ def first_not_finite(model: HybridLM, step: Step, loss: Callable[[Microbatch], T
                 total = loss(microbatch.with_routes(replace(routes, backend=probe.kernel(routes.backend))))
                 probe.check(total, _LOSS)
                 if is_backward:
+                    model.zero_grad()
                     total.backward()
+                    probe.check_weights()
         probe.remove()
         found = world.gather_ints(probe.first or [len(step.microbatches), 0, 0, 0])
         first = min(found)
         if first[0] < len(step.microbatches):
             ranks = ranks_label(rank for rank, place in enumerate(found) if place == first)
             return f"first not finite: {ranks}, micro-batch {first[0]}, {probe.name_of(first[2], first[3])}"
+    largest = world.gather_ints(probe.largest)
+    exponent, weight = max(largest)
+    where = f"about 1e{exponent}, of {probe.weights[weight]} on rank {largest.index([exponent, weight])}"
     return (
-        "run again, forward and backward, it is finite on every rank: numbers overflow in the sums of gradients, or "
-        "the hardware made an error"
+        "run again, forward and backward, all is finite: gradients overflow in their sum over ranks or in its norm "
+        f"(the largest is {where}), or the hardware made an error"
     )
 
 
 class _Probe:
     """The first output, or gradient of an output, on this rank that is not finite, as integers that compare by time:
 
-    (micro-batch, modules checked before it, module or _ATTENTION or _LOSS, layer of the attention before it).
+    (micro-batch, modules checked before it, module or _ATTENTION or _LOSS, layer of the attention before it). Weights
+    are numbered after modules.
     All ranks call the same modules in the same order. Attention comes before the module that is called next.
     """
 
@@ -60,6 +69,8 @@ class _Probe:
         self.model, self.world, self.is_backward = model, world, is_backward
         self.first: list[int] | None = None
         self.microbatch = self.num_checks = 0
+        self.largest = [_NO_EXPONENT, 0]  # of a weight's gradient: its decimal exponent, and which
+        self.weights = [name for name, _ in model.named_parameters()]
         modules = [(name, module) for name, module in model.named_modules() if not list(module.children())]
         self.names = [name for name, _ in modules]
         self._hooks = [m.register_forward_hook(self._hook_of(index)) for index, (_, m) in enumerate(modules)]
@@ -72,6 +83,8 @@ class _Probe:
     def name_of(self, module: int, layer: int) -> str:
         """Of a module, or of the attention of a layer."""
         of = "gradient of the output of" if self.is_backward else "output of"
+        if module >= len(self.names):
+            return f"gradient of the weight {self.weights[module - len(self.names)]}"
         if module == _LOSS:
             return "the gradient of the loss" if self.is_backward else "the loss"
         part = "attention" if module == _ATTENTION else self.names[module]
@@ -110,6 +123,19 @@ class _Probe:
             look(output)
         elif output.requires_grad:
             output.register_hook(look)
+
+    def check_weights(self) -> None:
+        """Look at the gradients of all weights after a backward pass: this rank's, unless they are sharded."""
+        for index, weight in enumerate(self.model.parameters()):
+            grad = weight.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            if local is None or not local.numel():
+                continue
+            largest = float(local.abs().max())
+            if not math.isfinite(largest):
+                self.first = self.first or [self.microbatch, self.num_checks, len(self.names) + index, 0]
+            elif largest:
+                self.largest = max(self.largest, [math.floor(math.log10(largest)), index])
 
 
 def _is_finite(x: Tensor) -> bool:
