@@ -57,7 +57,8 @@ def main() -> None:
         if alone:
             time.sleep(ALONE_AFTER_S)
         rank = f"rank {os.environ.get('RANK', '?')}: " if alone else ""
-        print(f"layerwise: {rank}{error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"layerwise: {rank}{error}\n")  # in one piece: other ranks write there, too
+        sys.stderr.flush()
         if isinstance(error, RankFailedError) and _has_other_threads():
             sys.stdout.flush()
             os._exit(1)  # one may wait, to save a checkpoint, for a rank that is gone, and would not let this end
