@@ -27,8 +27,8 @@ def first_difference(held: Mapping[str, str], world: World) -> str | None:
     place = int(places.min())
     rank = int(ranks[places == place].min())
     ours = texts[place] if place < len(texts) else "nothing more is known"
-    first, other = (_gather_text(ours, world)[of] for of in (0, rank))
-    return f"{first} on rank 0, but {other} on rank {rank}"
+    known = _gather_text(ours, world)
+    return f"{known[0]} on rank 0, but {known[rank]} on rank {rank}"
 
 
 def _gather_text(text: str, world: World) -> list[str]:
