@@ -170,6 +170,14 @@ def test_clocks(offset_s: float, error_s: float, status: str, words: list[str]) 
     expect(check, status, *words)
 
 
+def test_a_host_is_judged_by_its_best_rank_and_not_against_itself() -> None:
+    """Ranks of a busy host measure badly; one of rank 0's own host tells nothing of clocks."""
+    seconds = [(0.0, 0.0), (0.9, 1.0), (0.8, 1.0), (0.002, 0.001)]
+    offsets = [ClockOffset(offset_s=offset_s, error_s=error_s) for offset_s, error_s in seconds]
+    check = judge.judge_clocks(facts_of("a", "a", "b", "b"), offsets)
+    expect(check, "ok", "b is 2.0 ms ahead of a, give or take 1.0 ms")
+
+
 def test_offsets_of_clocks_are_found_again() -> None:
     ahead_ns = [0, 3_000_000_000, -40_000_000_000]
 

@@ -152,14 +152,17 @@ def _used_interface(network: Network, backend: str) -> str:
 
 
 def judge_clocks(facts: Sequence[Facts], offsets: Sequence[ClockOffset]) -> Check:
-    """Clocks of hosts against that of rank 0."""
+    """Clocks of the other hosts against that of rank 0, each by the rank that knows it best."""
     name = "clocks"
-    if len({f.host for f in facts}) == 1:
+    best: dict[str, ClockOffset] = {}
+    for f, offset in zip(facts, offsets, strict=True):
+        if f.host != facts[0].host and (f.host not in best or offset.error_s < best[f.host].error_s):
+            best[f.host] = offset
+    if not best:
         return ok(name, "one host, one clock")
-    rank = max(range(len(facts)), key=lambda rank: abs(offsets[rank].offset_s))
-    offset = offsets[rank]
+    host, offset = max(best.items(), key=lambda item: abs(item[1].offset_s))
     away = f"{format_seconds(abs(offset.offset_s))} {'ahead of' if offset.offset_s > 0 else 'behind'}"
-    found = f"{facts[rank].host} is {away} {facts[0].host}, give or take {format_seconds(offset.error_s)}"
+    found = f"{host} is {away} {facts[0].host}, give or take {format_seconds(offset.error_s)}"
     surely_s = abs(offset.offset_s) - offset.error_s
     if surely_s > RENDEZVOUS_SKEW_S:
         advice = f"set the clocks (NTP, chrony): torchrun drops hosts whose clocks are {RENDEZVOUS_SKEW_S:g} s apart"
