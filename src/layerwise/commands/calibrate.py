@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from layerwise.console import say
 from layerwise.errors import SpecError
 from layerwise.files import check_target
 from layerwise.labels import format_bytes, format_seconds
@@ -52,9 +53,7 @@ def calibrate(
     if is_writer():
         console = Console()
         console.print(_table(load_cluster(out)))
-        console.print(
-            f"cluster file written to {out}; use it with --cluster {out}", markup=False, highlight=False, soft_wrap=True
-        )
+        say(f"cluster file written to {out}; use it with --cluster {out}", console)
 
 
 def _check_options(

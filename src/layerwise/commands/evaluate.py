@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from layerwise.console import say
 from layerwise.errors import SpecError
 from layerwise.evaluate.drawings import require_matplotlib, write_drawings
 from layerwise.evaluate.page import build_page
@@ -70,14 +71,14 @@ def evaluate(
         if variants:
             data["sensitivity"] = [variant.to_json() for variant in variants]
         write_whole(json, json_format.dumps(data, indent=1), "--json")
-        console.print(f"figures written to {json}", markup=False, soft_wrap=True)
+        say(f"figures written to {json}", console)
     if report is not None:
         write_whole(report, build_page(chosen, results, evaluation, variants), "--report")
-        console.print(f"page written to {report}", markup=False, soft_wrap=True)
+        say(f"page written to {report}", console)
     if png is not None:
         paths = write_drawings(png, results, variants, "--png")
         made = ", ".join(path.name for path in paths)
-        console.print(f"pictures written to {png}: {made}", markup=False, soft_wrap=True)
+        say(f"pictures written to {png}: {made}", console)
 
 
 def _check_targets(json: Path | None, report: Path | None, png: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from layerwise.console import say
 from layerwise.data.lengths import read_lengths
 from layerwise.errors import SpecError
 from layerwise.evaluate.pictures import require_plotly
@@ -82,7 +83,7 @@ def simulate(
     if png is not None:
         write_drawing(png, list(simulations.values()), "--png")
     for path in filter(None, targets.values()):
-        console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(f"written: {path}", console)
 
 
 def _with_sync(cluster: ClusterSpec, sync: str | None) -> ClusterSpec:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from layerwise.console import say
 from layerwise.data.corpus import Corpus
 from layerwise.labels import counted
 from layerwise.plan import StepPlan
@@ -41,7 +42,7 @@ def print_and_report(configs: Sequence[TrainConfig], corpus: Corpus, folders: Se
         plans=plans,
         config_text=configs[-1].to_yaml(),
     )
-    Console().print(f"report: {out / REPORT_FILE}", markup=False, highlight=False, soft_wrap=True)
+    say(f"report: {out / REPORT_FILE}", Console())
 
 
 def telling_step(before: TrainConfig, after: TrainConfig, corpus: Corpus) -> tuple[StepPlan, StepPlan]:

@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from layerwise.console import say
 from layerwise.data.corpus import Corpus, load_corpus
 from layerwise.data.limits import placeable_tokens
 from layerwise.errors import InfeasibleError, SpecError
@@ -139,7 +140,7 @@ def load_data(configs: Sequence[TrainConfig]) -> Corpus:
         num_longer = int((corpus.lengths > config.tokens_per_step).sum())
         longer = f"; {num_longer:,} longer than tokens_per_step={config.tokens_per_step}, each a step of its own"
         lines = [f"data: {corpus.report}{longer if num_longer else ''}", *_mixture_lines(config, corpus)]
-        Console(stderr=True).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        say("\n".join(lines), Console(stderr=True))
     return corpus
 
 
@@ -263,7 +264,7 @@ class _WriterRank(AbstractContextManager["_WriterRank"]):
         self._progress.update(self._task, completed=first_step)
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(text, self._progress.console)
 
     def step(self, row: dict[str, Any]) -> None:
         assert self._recorder is not None, "start comes first"
