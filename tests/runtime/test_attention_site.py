@@ -8,8 +8,8 @@ from torch import Tensor
 from layerwise.errors import SpecError
 from layerwise.exchange import Count, Meter
 from layerwise.groups import LocalWorld, World, solo_world
-from layerwise.plan import StepPlan
-from layerwise.runtime import agree, attention, build_routes, use_routes
+from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
+from layerwise.runtime import agree, attention, build_routes, checkpoint, use_routes
 from layerwise.spec import AttentionSpec
 from tests.random_plans import random_step
 
@@ -174,3 +174,74 @@ def test_an_unknown_backend_is_refused_before_any_layer() -> None:
     plan = random_step(np.random.default_rng(0), [3], specs(2, 2), 1, 1)
     with pytest.raises(SpecError, match=r"unknown attention backend 'flsh'; legal: auto, .*flash"):
         build_routes(plan, 0, solo_world(), backend="flsh")
+
+
+def lopsided_plan(overlap_parts: int = 1) -> StepPlan:
+    """Rank 1 has half of the tokens and no tile."""
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=4, v_head_dim=4)
+    return StepPlan(
+        strategy="by hand",
+        num_ranks=2,
+        ranks_per_node=1,
+        max_tokens_per_rank=3,
+        lengths=(6,),
+        attention={FULL: spec},
+        microbatches=(
+            MicrobatchPlan(
+                shards=shard_table([Shard(0, 0, 0, 3), Shard(0, 1, 3, 6)]),
+                tiles={FULL: tile_table([Tile(0, 0, 0, 6, 0, 0, 2)])},
+            ),
+        ),
+        overlap_parts=overlap_parts,
+    )
+
+
+@pytest.mark.parametrize("overlap_parts", [1, 2])
+def test_a_rank_without_tiles_recomputes_attention_with_the_others(overlap_parts: int) -> None:
+    """It would else save nothing, never recompute, and the others would wait for its exchanges."""
+
+    def on_rank(world: World, *, recompute: bool) -> tuple[Tensor, ...]:
+        agree(plan := lopsided_plan(overlap_parts), world, num_valid_tokens=0)
+        make = torch.Generator().manual_seed(world.rank)
+        rows = [torch.randn(3, 2, 4, dtype=torch.float64, generator=make, requires_grad=True) for _ in range(3)]
+
+        def core(*rows: Tensor) -> Tensor:
+            return attention(*rows, kind=FULL)
+
+        with use_routes(build_routes(plan, 0, world)):
+            out = checkpoint(core, *rows) if recompute else core(*rows)
+        return torch.autograd.grad(out.square().sum(), rows)
+
+    with_it, without = (
+        LocalWorld(2, 1).run(lambda world, recompute=recompute: on_rank(world, recompute=recompute))
+        for recompute in (True, False)
+    )
+    for a, b in zip(with_it, without, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_autocast_casts_what_travels_on_all_ranks_alike(backend: str) -> None:
+    """A rank without tiles sends and gets the dtype that kernels on others make."""
+
+    def on_rank(world: World, *, low: bool) -> tuple[Tensor, ...]:
+        agree(plan := lopsided_plan(), world, num_valid_tokens=0)
+        make = torch.Generator().manual_seed(world.rank)
+        rows = [torch.randn(3, 2, 4, generator=make, requires_grad=True) for _ in range(3)]
+        dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)  # a norm of Q under autocast makes float32
+        mixed = [x.to(torch.bfloat16 if low else dtype) for x, dtype in zip(rows, dtypes, strict=True)]
+        with use_routes(build_routes(plan, 0, world, backend=backend)), torch.autocast("cpu", enabled=not low):
+            out = attention(*mixed, kind=FULL)
+        assert out.dtype == torch.bfloat16
+        return (out, *torch.autograd.grad(out.float().square().sum(), rows))
+
+    under, by_hand = (LocalWorld(2, 1).run(lambda world, low=low: on_rank(world, low=low)) for low in (False, True))
+    for a, b in zip(under, by_hand, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    rows = [torch.randn(4, 2, 4, dtype=torch.float64) for _ in range(3)]
+    plan = random_step(np.random.default_rng(0), [4], {FULL: specs(2, 2)[FULL]}, 1, 1)
+    with use_routes(build_routes(plan, 0, solo_world())), torch.autocast("cpu"):
+        assert attention(*rows, kind=FULL).dtype == torch.float64

@@ -11,6 +11,14 @@ from layerwise.route import Route
 from layerwise.spec import AttentionSpec
 
 
+def cast_rows(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, what it makes of the operands of a fused kernel; they travel in that dtype, too."""
+    device = rows[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return rows
+    return tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in rows)
+
+
 def attend(
     rows: tuple[Tensor, ...],
     route: Route,
@@ -19,24 +27,28 @@ def attend(
     sinks: Tensor | None,
     backend: str | Kernel,
 ) -> Tensor:
-    """Run the kernel calls over the tile-side rows; [rows, Dv] in tile order."""
+    """Run the kernel calls over the tile-side rows; [rows, Dv] in tile order, of the dtype of the rows.
+
+    Autocast is over by then: a rank whose kernels have nothing to do must send the dtype that the others send.
+    """
     q_rows, k_rows, v_rows = rows
     q_sizes = [call.segments.total_q * (call.h1 - call.h0) for call in route.calls]
     kv_sizes = [call.segments.total_k * call.num_kv_heads for call in route.calls]
     parts = zip(route.calls, q_rows.split(q_sizes), k_rows.split(kv_sizes), v_rows.split(kv_sizes), strict=True)
-    outs = [
-        varlen_attention(
-            q.view(-1, call.h1 - call.h0, spec.head_dim),
-            k.view(-1, call.num_kv_heads, spec.head_dim),
-            v.view(-1, call.num_kv_heads, spec.v_head_dim),
-            call.segments,
-            window=spec.window,
-            scale=scale,
-            sinks=None if sinks is None else sinks[call.h0 : call.h1],
-            backend=backend,
-        ).reshape(-1, spec.v_head_dim)
-        for call, q, k, v in parts
-    ]
+    with torch.autocast(q_rows.device.type, enabled=False):
+        outs = [
+            varlen_attention(
+                q.view(-1, call.h1 - call.h0, spec.head_dim),
+                k.view(-1, call.num_kv_heads, spec.head_dim),
+                v.view(-1, call.num_kv_heads, spec.v_head_dim),
+                call.segments,
+                window=spec.window,
+                scale=scale,
+                sinks=None if sinks is None else sinks[call.h0 : call.h1],
+                backend=backend,
+            ).reshape(-1, spec.v_head_dim)
+            for call, q, k, v in parts
+        ]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -40,7 +40,7 @@ from layerwise.groups import World
 from layerwise.kernels import Kernel, check_backend
 from layerwise.plan import HOME, Ints, MicrobatchPlan, Shard, StepPlan, Table
 from layerwise.route import Move, Route, block_of, build_move, build_parts, build_route
-from layerwise.runtime.attention_call import attend, check_call
+from layerwise.runtime.attention_call import attend, cast_rows, check_call
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import Block, exchange_blocks, move_blocks, shard_blocks
 
@@ -302,13 +302,15 @@ def attention(
     the plan's.
     scale: of the scores, default D ** -0.5. sinks: [H], a logit per head that takes part in the softmax only.
     layer: its number, for messages; by default the attention calls of the micro-batch are counted.
-    Returns [T, H, Dv]. Runs two all-to-alls per part where this rank's exchange block is wider than one rank, else
+    Returns [T, H, Dv] in the dtype of q, k and v; under autocast these are cast first, as a fused kernel's operands
+    are. Runs two all-to-alls per part where this rank's exchange block is wider than one rank, else
     none.
     Raises SpecError for shapes or windows that are not the plan's.
     """
     routes = routes or current_routes()
     num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
     spec, route, parts = routes.attention[kind], routes.by_kind[kind], routes.parts[kind]
+    q, k, v = cast_rows(q, k, v)
     check_call(q, k, v, spec, kind, window, sinks, num_tokens)
     progress = routes.world.progress
     progress.enter_layer(routes.microbatch, layer)
