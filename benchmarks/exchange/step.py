@@ -60,12 +60,12 @@ def make_step(plan: StepPlan, world: World, hidden_size: int) -> StepExchange:
 
     inputs, grads = {}, {}
     for kind, spec in plan.attention.items():
-        num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
+        num_tokens = len(routes.tokens_at(kind).position_ids)
         inputs[kind] = tuple(rows(num_tokens * heads, spec.head_dim).requires_grad_() for heads in _heads(spec))
         tile_rows = [row_map.dst.num_rows for row_map in routes.by_kind[kind].to_tiles]
         num_rows = [num_tokens * spec.num_heads, *tile_rows[1:]]
         grads[kind] = tuple(rows(n, spec.head_dim) for n in num_rows)
-    hidden = rows(len(routes.places[HOME].position_ids), hidden_size).requires_grad_()
+    hidden = rows(len(routes.tokens_at(HOME).position_ids), hidden_size).requires_grad_()
     return StepExchange(routes, inputs, grads, hidden)
 
 

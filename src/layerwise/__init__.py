@@ -19,6 +19,7 @@ _HOMES = {
     "StepSampler": "layerwise.data.sampler",
     "attention": "layerwise.runtime",
     "balance_loss": "layerwise.loss",
+    "current_routes": "layerwise.runtime",
     "checkpoint": "layerwise.runtime",
     "load_cluster": "layerwise.spec",
     "load_model": "layerwise.spec",
@@ -26,6 +27,7 @@ _HOMES = {
     "reduce_gradients": "layerwise.loss",
     "relocate": "layerwise.runtime",
     "solo_world": "layerwise.groups",
+    "sum_gradients": "layerwise.train.sharding",
     "token_loss": "layerwise.loss",
 }
 

@@ -7,13 +7,16 @@ and micro-batches, never averaged.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from layerwise.errors import SpecError
 from layerwise.groups import World
 from layerwise.runtime import Routes, current_routes
 
@@ -23,7 +26,13 @@ def token_loss(logits: Tensor, shift_labels: Tensor, num_valid_tokens: int) -> T
 
     logits: [T, V]; shift_labels: int64 [T], the next token of the same sample or -100; num_valid_tokens: labels
     that are not -100 in the whole optimizer step, over all ranks. A step without any has loss 0 and zero gradients.
+    Raises SpecError for other shapes.
     """
+    if logits.dim() != 2 or shift_labels.shape != logits.shape[:1]:
+        raise SpecError(
+            f"logits {tuple(logits.shape)} and shift_labels {tuple(shift_labels.shape)} must be [tokens, vocabulary] "
+            "and [tokens]: packed rows without a batch dimension"
+        )
     return _cross_entropy(logits, shift_labels) / max(num_valid_tokens, 1)
 
 
@@ -103,11 +112,20 @@ def reduce_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> 
     """Sum gradients over all ranks in one float32-or-better all-reduce; a missing gradient counts as zero.
 
     Every rank ends with the same bits, so replicated weights stay equal.
+    Raises SpecError for weights that FSDP has sharded, which sums their gradients itself, and for sparse gradients.
     """
     trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        if isinstance(p, DTensor):
+            raise SpecError(
+                f"a weight of shape {tuple(p.shape)} is sharded: FSDP reduces its gradient in backward; leave "
+                "reduce_gradients out, and let FSDP sum and not average (layerwise.sum_gradients)"
+            )
+        if p.grad is not None and p.grad.is_sparse:
+            raise SpecError(f"the gradient of a weight of shape {tuple(p.shape)} is sparse: use sparse=False")
     if world.num_ranks == 1 or not trained:
         return
-    wide = torch.promote_types(torch.float32, trained[0].dtype)
+    wide = reduce(torch.promote_types, (p.dtype for p in trained), torch.float32)
     flat = torch.cat(
         [p.new_zeros(p.numel(), dtype=wide) if p.grad is None else p.grad.flatten().to(wide) for p in trained]
     )

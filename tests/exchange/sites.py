@@ -32,10 +32,11 @@ def run_rank(
     world.comm = lambda block: None if block is None else wrap(plain_comm(block))
     meter = Meter(plan.ranks_per_node)
     routes = build_routes(replace(plan, overlap_parts=overlap_parts), 0, world, meter=meter)
+    routes.reached.update(routes.places)  # rows are made where they are needed
     sites = {}
     for kind, spec in plan.attention.items():
         make = torch.Generator().manual_seed(world.rank)
-        num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
+        num_tokens = len(routes.tokens_at(kind).position_ids)
         shapes = [(spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)]
         shapes += [(spec.num_kv_heads, spec.v_head_dim), (spec.num_heads, spec.v_head_dim)]
         *rows, weight = (torch.randn(num_tokens, *s, dtype=torch.float64, generator=make) for s in shapes)

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from math import inf, isnan
 from typing import Any
 
@@ -72,16 +72,22 @@ class Result:
         self.loss, self.grads, self.logits = loss, grads, logits
 
 
-def one_at_a_time(model: Any, samples: Samples, aux_coef: float = 0.0) -> Result:
+def _around(model: Any, low: torch.dtype | None) -> AbstractContextManager[object]:
+    """What a forward pass runs in: `low` is the dtype of autocast, if any."""
+    if next(model.parameters()).dtype == torch.float64:
+        return InFloat64()
+    return torch.autocast("cpu", low, enabled=low is not None)
+
+
+def one_at_a_time(model: Any, samples: Samples, aux_coef: float = 0.0, autocast: torch.dtype | None = None) -> Result:
     """By definition: every sample alone, on the untouched model, each token counting once."""
-    in_float64 = next(model.parameters()).dtype == torch.float64
     num_valid = sum(int((s["labels"][1:] != MASKED).sum()) for s in samples)
     num_tokens = sum(len(s["labels"]) for s in samples)
     total: Any = 0.0
     all_logits = []
     for sample in samples:
         ids, labels = (torch.from_numpy(sample[name]) for name in ("input_ids", "labels"))
-        with InFloat64() if in_float64 else nullcontext():
+        with _around(model, autocast):
             output = model(input_ids=ids[None], use_cache=False, output_router_logits=bool(aux_coef))
         logits = output.logits[0]
         all_logits.append(logits.detach())
@@ -108,11 +114,14 @@ def sent_by_ranks(model: Any, plan: StepPlan, kind: str) -> list[Count]:
 
 
 def on_ranks(
-    model: Any, samples: Samples, planner: Callable[[Sequence[int]], StepPlan], num_ranks: int
+    model: Any,
+    samples: Samples,
+    planner: Callable[[Sequence[int]], StepPlan],
+    num_ranks: int,
+    autocast: torch.dtype | None = None,
 ) -> tuple[Result, StepPlan]:
     """One planned step; `model` follows routes and is shared by all ranks."""
     params = trained(model)
-    in_float64 = params[0].dtype == torch.float64
     seen: defaultdict[int, list[Tensor]] = defaultdict(list)
     hook = model.register_forward_hook(lambda _m, _i, out: seen[threading.get_ident()].append(out.logits[0].detach()))
 
@@ -120,7 +129,7 @@ def on_ranks(
         loader = PlannedLoader(dataset=samples, planner=planner, world=world, steps=[range(len(samples))])
         loss, grads = torch.zeros((), dtype=torch.float64), [torch.zeros_like(p) for p in params]
         for batch in lwhf.batches(loader):
-            with batch.routes(), InFloat64() if in_float64 else nullcontext():
+            with batch.routes(), _around(model, autocast):
                 part = lwhf.loss(model, batch)
             # No gradient may be missing, whatever the rank holds. Recompute happens here, outside of routes().
             for grad, more in zip(grads, torch.autograd.grad(part, params), strict=True):
@@ -131,7 +140,7 @@ def on_ranks(
     results = LocalWorld(num_ranks, max(1, num_ranks // 2)).run(rank_main)
     hook.remove()
     plan = results[0][3]
-    whole = [torch.full((len(s["input_ids"]), VOCAB), torch.nan, dtype=params[0].dtype) for s in samples]
+    whole = [torch.full((len(s["input_ids"]), VOCAB), torch.nan, dtype=autocast or params[0].dtype) for s in samples]
     for rank, (_, _, parts, _) in enumerate(results):
         for microbatch, rows in zip(plan.microbatches, parts, strict=True):
             shards = [shard for shard in microbatch.shards if shard.rank == rank]

@@ -219,3 +219,13 @@ def test_half_precision_keeps_the_small_contributions_of_late_blocks() -> None:
     # Equal scores: the query at position i gives each of its i + 1 keys the weight 1 / (i + 1).
     expected = sum(1 / (i + 1) for i in range(1, 1025))
     assert grad[0, 0, 0].item() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
+    """Also beside the finite sinks of heads that share its keys."""
+    inputs = make_inputs(whole(5, 20), dtype=dtype)
+    inputs[3][0] = -math.inf
+    expected = run([x.double() for x in inputs], whole(5, 20), "reference", with_sinks=True)
+    for a, b in zip(run(inputs, whole(5, 20), "sdpa", with_sinks=True), expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

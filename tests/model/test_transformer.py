@@ -58,8 +58,10 @@ def local(monkeypatch: pytest.MonkeyPatch):
 
         index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
         position_ids = torch.cat([torch.arange(0), *(torch.arange(n) for n in lengths)])
-        places = {HOME: runtime.routes.LocalTokens(position_ids=position_ids, piece_index=index)}
-        routes = SimpleNamespace(places=places, moves={}, place_of=lambda kind: HOME, num_pieces=len(lengths))
+        tokens = runtime.routes.LocalTokens(position_ids=position_ids, piece_index=index)
+        routes = SimpleNamespace(
+            tokens_at=lambda kind: tokens, place_of=lambda kind: HOME, reached={HOME}, moves={}, num_pieces=len(lengths)
+        )
         monkeypatch.setattr(runtime, "attention", attention)
         for module in (runtime, runtime.routes):
             monkeypatch.setattr(module, "current_routes", lambda: routes)

@@ -205,11 +205,11 @@ def test_a_rank_without_tiles_recomputes_attention_with_the_others(overlap_parts
         make = torch.Generator().manual_seed(world.rank)
         rows = [torch.randn(3, 2, 4, dtype=torch.float64, generator=make, requires_grad=True) for _ in range(3)]
 
-        def core(*rows: Tensor) -> Tensor:
-            return attention(*rows, kind=FULL)
+        def core(q: Tensor, k: Tensor, *, v: Tensor) -> Tensor:
+            return attention(q, k, v, kind=FULL)
 
         with use_routes(build_routes(plan, 0, world)):
-            out = checkpoint(core, *rows) if recompute else core(*rows)
+            out = checkpoint(core, *rows[:2], v=rows[2]) if recompute else core(*rows[:2], v=rows[2])
         return torch.autograd.grad(out.square().sum(), rows)
 
     with_it, without = (

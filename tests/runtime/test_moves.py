@@ -15,7 +15,7 @@ from layerwise.exchange import Count, Meter
 from layerwise.groups import World
 from layerwise.model import HybridLM
 from layerwise.plan import HOME, StepPlan
-from layerwise.runtime import MOVES, agree, build_routes, use_routes
+from layerwise.runtime import MOVES, agree, attention, build_routes, use_routes
 from layerwise.spec import AttentionSpec, ClusterSpec
 from tests.random_plans import random_step
 from tests.runtime.test_strategies import LENGTHS, make_samples, model_for, planner_for
@@ -108,6 +108,19 @@ def test_moves_are_free_where_every_kind_is_at_home() -> None:
         assert not routes.meter.counts
 
     LocalWorld(4, 2).run(on_rank)
+
+
+def test_attention_refuses_hidden_states_that_were_not_relocated() -> None:
+    """Places may have equally many tokens, so their number would not tell."""
+    plan = random_step(np.random.default_rng(0), [6], SPECS, 1, 1, moving_kinds=(FULL,))
+    routes = build_routes(plan, 0, solo_world())
+    rows = [torch.zeros(6, heads, 4) for heads in (SPECS[FULL].num_heads, *[SPECS[FULL].num_kv_heads] * 2)]
+    with pytest.raises(
+        SpecError, match=r'full_attention keep .* layerwise\.relocate\(hidden, target="full_attention"\)'
+    ):
+        attention(*rows, kind=FULL, routes=routes)
+    relocate(torch.zeros(6, 3), target=FULL, routes=routes)
+    attention(*rows, kind=FULL, routes=routes)
 
 
 def test_what_relocate_refuses() -> None:

@@ -138,6 +138,12 @@ def _prepare_inputs(
         check_follows_routes(config)
     elif config._attn_implementation != NAME:
         return None
+    else:
+        raise SpecError(
+            f"{type(model).__name__} was called without routes: wrap the forward in `with batch.routes():`, with a "
+            "batch of layerwise.hf.batches(loader); to generate text, or run it otherwise without a plan, call "
+            'model.set_attn_implementation("sdpa") first'
+        )
     parameters = inspect.signature(type(model).forward).parameters
     inputs = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
     inputs = {name: given for name, given in inputs.items() if given is not None}
@@ -147,11 +153,6 @@ def _prepare_inputs(
             raise UnsupportedError(f"{name} is refused: {reason}")
     caller = type(model).__name__
     check_ignored(caller, {name: given for name, given in inputs.items() if name not in parameters})
-    if not runtime.in_routes():
-        raise SpecError(
-            f"{caller} was called without routes: wrap the forward in `with batch.routes():`, with a batch of "
-            "layerwise.hf.batches(loader)"
-        )
     routes = runtime.current_routes()
     _check_layers(layer_kinds(config), routes)
     if len(routes.places) > 1 and inputs.get("output_hidden_states", model.config.output_hidden_states):

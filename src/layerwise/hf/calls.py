@@ -60,10 +60,10 @@ def check_ignored(caller: str, others: dict[str, Any]) -> None:
 
 def is_empty(routes: Routes, kind: str = HOME) -> bool:
     """Whether this rank holds no token in layers of a kind, or at home, and runs on a padding token."""
-    return not len(routes.places[routes.place_of(kind)].position_ids)
+    return not len(routes.tokens_at(kind).position_ids)
 
 
 def padded_positions(routes: Routes, kind: str = HOME) -> Tensor:
     """int64 [T] of the tokens in layers of a kind, or at home; [1] on a rank without tokens there."""
-    positions = routes.places[routes.place_of(kind)].position_ids
+    positions = routes.tokens_at(kind).position_ids
     return positions.new_zeros(1) if is_empty(routes, kind) else positions

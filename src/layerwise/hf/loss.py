@@ -84,7 +84,7 @@ def _router_loss(router_logits: tuple[Tensor, ...], config: Any, num_tokens: int
     counts: list[Tensor] = []
     prob_sums: list[Tensor] = []
     for kind, layer in zip(kinds, router_logits, strict=True):
-        pieces = routes.places[routes.place_of(kind)].piece_index
+        pieces = routes.tokens_at(kind).piece_index
         logits = layer[: len(pieces)]  # without the padding token of an empty rank
         probs = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         chosen = torch.zeros_like(probs, dtype=torch.int64).scatter_(1, probs.topk(topk, dim=-1).indices, 1)

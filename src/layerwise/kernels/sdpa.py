@@ -38,7 +38,9 @@ def sdpa_attention(
     v_head_dim = v.shape[-1]
     sink: tuple[Tensor, ...] = ()
     if sinks is not None:
-        q, k, sink_key = _add_sink_dims(q, k, sinks / scale)
+        # Finite, since other heads' queries have zeros in its place: a sink of -inf is one that nobody sees.
+        sink_score = (sinks / scale).clamp(min=torch.finfo(q.dtype).min / 4)
+        q, k, sink_key = _add_sink_dims(q, k, sink_score)
         sink = (F.pad(sink_key, (0, max(0, v_head_dim - sink_key.shape[-1]))),)
     q, k, v = widen(q, k, v)
 

@@ -93,7 +93,7 @@ class HybridLM(nn.Module):
                 "be [tokens]: packed rows without a batch dimension"
             )
         routes = runtime.current_routes()
-        tokens = {kind: routes.places[routes.place_of(kind)] for kind in self.spec.kinds}
+        tokens = {kind: routes.tokens_at(kind) for kind in self.spec.kinds}
         rope = {
             kind: self._rope_table(kind, position_ids if routes.place_of(kind) == HOME else tokens[kind].position_ids)
             for kind in self.spec.kinds

@@ -74,6 +74,8 @@ def check_call(
                 f"{kind}: {name} has shape {tuple(tensor.shape)}, the plan expects [tokens, heads, dim] = {shape}: "
                 "packed rows without a batch dimension, heads before dim, KV heads not expanded"
             )
+    if not q.is_floating_point():
+        raise SpecError(f"{kind}: q, k and v are {q.dtype}, and must be of a floating dtype")
     if not q.dtype == k.dtype == v.dtype:
         raise SpecError(
             f"{kind}: q, k and v travel in one buffer and need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"

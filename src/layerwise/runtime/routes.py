@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -87,6 +88,9 @@ class Routes:
     shard_block: Block | None
     shared_samples: Ints
 
+    # Places that hidden states were at: whoever attends elsewhere has forgotten to relocate them.
+    reached: set[str] = field(default_factory=lambda: {HOME})
+
     @property
     def num_pieces(self) -> int:
         """Samples of which this rank holds tokens at some place."""
@@ -95,13 +99,17 @@ class Routes:
     @property
     def position_ids(self) -> Tensor:
         """int64 [T], of the local tokens at home."""
-        return self.places[HOME].position_ids
+        return self.tokens_at(HOME).position_ids
 
     def place_of(self, kind: str) -> str:
         """Where layers of this kind keep hidden states: the kind itself, or HOME. Raises SpecError."""
         if kind != HOME and kind not in self.by_kind:
             raise SpecError(f"layer kind {kind!r} is not planned; the plan has {sorted(self.by_kind)}")
         return kind if kind in self.places else HOME
+
+    def tokens_at(self, kind: str) -> LocalTokens:
+        """The local tokens in layers of this kind, or at HOME. Raises SpecError."""
+        return self.places[self.place_of(kind)]
 
     def site(self, kind: str, comm: Comm | None, name: str = "exchange") -> Site:
         """Where an exchange of this micro-batch takes place."""
@@ -244,8 +252,8 @@ def current_routes() -> Routes:
     return routes
 
 
-def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
-    """Activation checkpointing of fn(*args) whose recompute replays the exchange with its own micro-batch's routes.
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Activation checkpointing of fn(*args, **kwargs) whose recompute follows its own micro-batch's routes.
 
     The backward may run after other micro-batches' forwards, and on another thread.
     """
@@ -255,7 +263,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any) -> Any:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return use_routes(routes, layers_before=layers_before), use_routes(routes, layers_before=layers_before)
 
-    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts)
+    return torch_checkpoint(partial(fn, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
 
 @outside_graph
@@ -269,11 +277,12 @@ def relocate(hidden: Tensor, *, source: str = HOME, target: str = HOME, routes: 
     """
     routes = routes or current_routes()
     places = routes.place_of(source), routes.place_of(target)
-    num_tokens = len(routes.places[places[0]].position_ids)
+    num_tokens = len(routes.tokens_at(places[0]).position_ids)
     if hidden.dim() != 2 or len(hidden) != num_tokens:
         raise SpecError(
             f"hidden has shape {tuple(hidden.shape)}, expected [tokens at {places[0]}, C] = [{num_tokens}, C]"
         )
+    routes.reached.add(places[1])
     if places not in routes.moves:
         return hidden
     move = routes.moves[places]
@@ -308,7 +317,13 @@ def attention(
     Raises SpecError for shapes or windows that are not the plan's.
     """
     routes = routes or current_routes()
-    num_tokens = len(routes.places[routes.place_of(kind)].position_ids)
+    if routes.place_of(kind) not in routes.reached:
+        raise SpecError(
+            f"layers of kind {kind} keep their hidden states on other ranks in this plan of {sorted(routes.places)}: "
+            f'bring them there with layerwise.relocate(hidden, target="{kind}"), and back after it, or use another '
+            "strategy than redistribute"
+        )
+    num_tokens = len(routes.tokens_at(kind).position_ids)
     spec, route, parts = routes.attention[kind], routes.by_kind[kind], routes.parts[kind]
     q, k, v = cast_rows(q, k, v)
     check_call(q, k, v, spec, kind, window, sinks, num_tokens)

@@ -80,10 +80,20 @@ def shard_model(model: HybridLM, mesh: DeviceMesh, *, param_dtype: torch.dtype |
                 _shard_experts(experts, mesh[EXPERT_PARALLEL], expert_mesh, policy)
         fully_shard(layer, mesh=dense_mesh, mp_policy=policy)
     fully_shard(model, mesh=dense_mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # by default a scaled sum, which gloo does not have
+    sum_gradients(model)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let what torch's fully_shard has sharded in a model sum gradients over ranks, as token_loss needs; FSDP averages.
+
+    Raises SpecError for a model in which nothing is sharded.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise SpecError(f"nothing in this {type(model).__name__} is sharded: call fully_shard first")
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # by default a scaled sum, which gloo does not have
 
 
 def _meshes(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -127,7 +137,7 @@ def _shard_experts(
     experts.comm = GroupComm(Block(ranks[0], ranks[-1] + 1), ep_mesh.get_local_rank(), ep_mesh.get_group())
 
 
-def sync_gradients_at(model: HybridLM, is_last: bool) -> None:
+def sync_gradients_at(model: nn.Module, is_last: bool) -> None:
     """Sum gradients over ranks in this backward, or add them up on each rank until the last micro-batch's."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
