@@ -6,17 +6,31 @@ import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from layerwise.errors import SpecError
+from layerwise.data.lengths import read_lengths
+from layerwise.errors import LayerwiseError
+from layerwise.evaluate.workload import Workload, load_workload
 from layerwise.files import check_target
 from layerwise.planners import STRATEGIES
 
+ItemT = TypeVar("ItemT")
 
-def count(text: str) -> int:
-    """A whole number, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+
+def whole(least: int, most: float = math.inf, of: int = 1) -> Callable[[str], int]:
+    """A whole number in [least, most], a multiple of `of`."""
+    rule = f"no whole number of at least {least}" + (f" and at most {most}" if most < math.inf else "")
+    rule += f", a multiple of {of}" if of > 1 else ""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most or int(text) % of:
+            raise ArgumentTypeError(f"{text!r} is {rule}")
+        return int(text)
+
+    return number
+
+
+count = whole(1)
 
 
 def at_least(least: float) -> Callable[[str], float]:
@@ -34,8 +48,8 @@ def at_least(least: float) -> Callable[[str], float]:
     return number
 
 
-def each(item: Callable[[str], float]) -> Callable[[str], list[float]]:
-    """Such numbers with commas between them."""
+def each(item: Callable[[str], ItemT]) -> Callable[[str], list[ItemT]]:
+    """Such items with commas between them."""
     return lambda text: [item(part) for part in text.split(",")]
 
 
@@ -47,13 +61,28 @@ def strategies(text: str, known: Iterable[str] = STRATEGIES) -> list[str]:
     return names
 
 
+def _checked(check: Callable[[Path], ItemT], text: str) -> ItemT:
+    try:
+        return check(Path(text))
+    except LayerwiseError as error:
+        raise ArgumentTypeError(str(error).strip()) from None
+
+
 def target(text: str) -> Path:
     """A file that can be written."""
-    try:
-        check_target(Path(text), "")
-    except SpecError as error:
-        raise ArgumentTypeError(str(error).strip()) from None
+    _checked(lambda path: check_target(path, ""), text)
     return Path(text)
+
+
+def length_file(text: str) -> Path:
+    """A file of sample lengths that can be read."""
+    _checked(read_lengths, text)
+    return Path(text)
+
+
+def named_workload(text: str) -> Workload:
+    """A workload, by the name of a preset or of a YAML file."""
+    return _checked(lambda _: load_workload(text), text)
 
 
 def picture(text: str) -> Path:

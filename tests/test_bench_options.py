@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.exchange.__main__ import arguments
-from benchmarks.options import at_least, count, each, picture, strategies, target
+from benchmarks.options import at_least, count, each, length_file, named_workload, picture, strategies, target, whole
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,11 @@ from benchmarks.options import at_least, count, each, picture, strategies, targe
         (at_least(0), "inf", "'inf' is no number"),
         (each(at_least(0.1)), "1,abc", "'abc' is no number of at least 0.1"),
         (each(at_least(0.1)), "", "'' is no number"),
+        (whole(2, 4), "5", "'5' is no whole number of at least 2 and at most 4"),
+        (each(whole(2, 4)), "2,2.5", "'2.5' is no whole number"),
+        (whole(512, of=512), "600", "'600' is no whole number of at least 512, a multiple of 512"),
+        (length_file, "/nonexistent", "/nonexistent"),
+        (named_workload, "nope", "nope"),
         (strategies, "dynamic,nope", "unknown strategy 'nope'; legal values: static, dynamic"),
         (strategies, "", "unknown strategy ''"),
         (target, "/nonexistent/x.json", "no such folder '/nonexistent'"),
@@ -40,6 +45,8 @@ def test_what_can_be() -> None:
     assert each(at_least(0.1))("0.1,16") == [0.1, 16.0]
     assert strategies("joint,dynamic") == ["joint", "dynamic"]
     assert picture("a.png") == Path("a.png")
+    assert whole(512, of=512)("1024") == 1024
+    assert named_workload("paper").name == "paper"
 
 
 @pytest.mark.parametrize("wrong", [["--ranks", "3"], ["--ranks", "0"], ["--megabytes", "0.01"], ["--repeats", "0"]])

@@ -159,6 +159,14 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert capsys.readouterr().err == "layerwise: interrupted\n"
 
 
+def test_the_first_look_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "01_plan.py"), run_name="__main__")
+    readme = [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed
+    assert set(printed) <= set(readme)
+
+
 def test_the_loop_of_the_example_runs_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "02_own_loop.py"), run_name="__main__")
     first, *_, last = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]

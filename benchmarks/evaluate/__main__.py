@@ -14,23 +14,22 @@ from time import perf_counter
 from rich.console import Console
 
 from benchmarks.evaluate.figures import Check, check_figures
+from benchmarks.options import count, named_workload
 from layerwise.evaluate.steps import check_strategies, run_steps, step_jobs
 from layerwise.evaluate.table import evaluate, narrow_table, render
-from layerwise.evaluate.workload import load_workload
 from layerwise.planners import STRATEGIES
 
 
 def main() -> int:
     """Print the table and the checks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workload", default="paper")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--workers", type=int)
+    parser.add_argument("--workload", type=named_workload, default="paper")
+    parser.add_argument("--steps", type=count)
+    parser.add_argument("--workers", type=count)
     options = parser.parse_args()
     start = perf_counter()
-    workload = load_workload(options.workload)
-    jobs = step_jobs(workload, check_strategies(list(STRATEGIES)), workload.draw_steps(options.steps))
-    evaluation = evaluate(run_steps(jobs, num_workers=options.workers), workload.seed)
+    jobs = step_jobs(options.workload, check_strategies(list(STRATEGIES)), options.workload.draw_steps(options.steps))
+    evaluation = evaluate(run_steps(jobs, num_workers=options.workers), options.workload.seed)
     checks = check_figures(evaluation, perf_counter() - start)
     console = Console()
     render(evaluation, console)

@@ -10,13 +10,13 @@ starts, then steps in each parameter that shrink.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.options import length_file
 from layerwise.data.lengths import read_lengths
 from layerwise.evaluate.workload import LengthDistribution
 
@@ -99,13 +99,15 @@ def _descend(loss, start: np.ndarray, first: float, last: float) -> np.ndarray: 
 def main() -> None:
     """Fit every file given."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=length_file, help="each of several lengths")
     table = Table(title="Fitted lengths (errors: fitted over measured)", title_justify="left")
     for name in ("file", "median", "sigma", "tail share", "tail index", "min", "max", "rms error", "worst", "mean"):
         table.add_column(name, justify="right" if name != "file" else "left", no_wrap=True)
     for path in parser.parse_args().files:
         lengths = np.sort(np.array(read_lengths(path)))
         target = measure(lengths)
+        if target.samples[2] == target.samples[6]:
+            parser.error(f"{path}: four fifths of its samples have {target.samples[2]:g} tokens: nothing to fit")
         fitted = fit(target)
         errors = log_errors(fitted, target)
         mean = fitted.quantile((np.arange(20_000) + 0.5) / 20_000).mean() / lengths.mean()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.evaluate.figures import ROUNDING_PCT
+from benchmarks.options import count, length_file, named_workload, picture, strategies
 from layerwise.evaluate.drawings import draw_sensitivity
 from layerwise.evaluate.sensitivity import (
     DEFAULT_STEPS,
@@ -24,21 +24,20 @@ from layerwise.evaluate.sensitivity import (
     run_variants,
 )
 from layerwise.evaluate.steps import check_strategies
-from layerwise.evaluate.workload import load_workload
 from layerwise.planners import STRATEGIES
 
 
 def main() -> int:
     """Print the table and the verdict."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("length_files", nargs="*", type=Path)
-    parser.add_argument("--workload", default="paper")
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    parser.add_argument("--png", type=Path)
+    parser.add_argument("length_files", nargs="*", type=length_file)
+    parser.add_argument("--workload", type=named_workload, default="paper")
+    parser.add_argument("--steps", type=count, default=DEFAULT_STEPS)
+    parser.add_argument("--strategies", type=strategies, default=",".join(STRATEGIES))
+    parser.add_argument("--png", type=picture)
     options = parser.parse_args()
-    variants = make_variants(load_workload(options.workload), options.length_files)
-    results = run_variants(variants, check_strategies(options.strategies.split(",")), num_steps=options.steps)
+    variants = make_variants(options.workload, options.length_files)
+    results = run_variants(variants, check_strategies(options.strategies), num_steps=options.steps)
     console = Console()
     render_sensitivity(results, console)
     if options.png:

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import yaml
 from rich.console import Console
 
+from benchmarks.options import count, named_workload
 from layerwise.cost import CostModel
+from layerwise.errors import SpecError
 from layerwise.evaluate.steps import BASELINE, has_wide_parent
 from layerwise.evaluate.table import narrow_table
-from layerwise.evaluate.workload import Workload, load_workload
+from layerwise.evaluate.workload import Workload
 from layerwise.planners import Planner
 
 
@@ -36,7 +38,9 @@ class Point(NamedTuple):
 
 
 def change_mixture(workload: Workload, agent: float) -> Workload:
-    """The workload with this token share of agent traces, the others scaled to the rest."""
+    """The workload with this token share of agent traces, the others scaled to the rest. Raises SpecError."""
+    if not isinstance(agent, int | float) or not 0 <= agent < 1:
+        raise SpecError(f"agent={agent}: a share of the tokens is at least 0 and less than 1")
     others = {name: share for name, share in workload.mixture.items() if name != "agent"}
     scale = (1 - agent) / sum(others.values())
     mixture = {name: share * scale for name, share in others.items()} | ({"agent": agent} if agent else {})
@@ -55,9 +59,7 @@ def change_setting(workload: Workload, key: str, value: Any) -> Workload:
 
 
 def try_point(workload: Workload, settings: dict[str, Any], num_steps: int) -> Point:
-    """Plan `num_steps` steps with `dynamic`."""
-    for key, value in settings.items():
-        workload = change_setting(workload, key, value)
+    """Plan `num_steps` steps with `dynamic`; the workload has these settings already."""
     cost = CostModel(cluster=workload.cluster_spec, model=workload.model_spec)
     planner = Planner(
         strategy=BASELINE,
@@ -83,28 +85,48 @@ def _mfu_pct(cost: CostModel, plans: list[Any]) -> float:
     return 100 * sum(prediction.mfu * prediction.seconds for prediction in predictions) / seconds
 
 
-def grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every combination of the values given."""
+def grid(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Workload]]:
+    """Every combination of the values given, and the workload that has them. Raises SpecError."""
     axes = {"cap_tokens": options.cap, "fill": options.fill, "agent": options.agent}
-    axes |= dict(setting.split("=", 1) for setting in options.set)
+    axes |= dict(options.set)
     values = {key: [yaml.safe_load(text) for text in given.split(",")] for key, given in axes.items() if given}
-    return (dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
+    for chosen in product(*values.values()):
+        settings, workload = dict(zip(values, chosen, strict=True)), options.workload
+        for key, value in settings.items():
+            workload = change_setting(workload, key, value)
+        CostModel(cluster=workload.cluster_spec, model=workload.model_spec)  # raises for what cannot be
+        workload.draw_steps(0)  # likewise
+        yield settings, workload
+
+
+def setting(text: str) -> tuple[str, str]:
+    """KEY=A,B"""
+    key, equals, values = text.partition("=")
+    if not (key and equals and values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=A,B")
+    return key, values
 
 
 def main() -> None:
     """Print a row per combination."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workload", default="paper")
+    parser.add_argument("--workload", type=named_workload, default="paper")
     parser.add_argument("--cap", help="values of cap_tokens, comma-separated")
     parser.add_argument("--fill", help="values of fill")
     parser.add_argument("--agent", help="token shares of agent traces")
-    parser.add_argument("--set", action="append", default=[], help="cluster.KEY=A,B or model.KEY=A,B or KEY=A,B")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--set", type=setting, action="append", default=[], help="cluster.KEY=A,B or model.KEY=A,B or KEY=A,B"
+    )
+    parser.add_argument("--steps", type=count, default=40)
     options = parser.parse_args()
-    workload, console = load_workload(options.workload), Console()
+    try:
+        points = list(grid(options))
+    except SpecError as error:
+        parser.error(str(error))
+    console = Console()
     rows = []
-    for settings in grid(options):
-        point = try_point(workload, settings, options.steps)
+    for settings, changed in points:
+        point = try_point(changed, settings, options.steps)
         mfu = "-" if point.mfu_pct is None else f"{point.mfu_pct:.1f}"
         degrees = ", ".join(f"{count} x SP{degree}" for degree, count in sorted(point.degrees.items())) or "-"
         text = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()) or "as it is"

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.options import each, whole
 from layerwise.train.config import load_config
 from layerwise.train.run import load_data, read_metrics, run_training
 
@@ -47,8 +48,11 @@ def _train(num_tokens: int, recompute: bool, folder: Path) -> float:
 def main() -> int:
     """Print the points and the line through them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", default="2048,4096,6144,8192", help=f"per rank, multiples of {SAMPLE_TOKENS}")
-    tokens = np.array([int(text) for text in parser.parse_args().tokens.split(",")])
+    points = each(whole(SAMPLE_TOKENS, of=SAMPLE_TOKENS))
+    parser.add_argument("--tokens", type=points, default="2048,4096,6144,8192", help="per rank, at least three points")
+    tokens = np.array(parser.parse_args().tokens)
+    if len(set(tokens)) < 3:
+        parser.error("argument --tokens: a line goes through any two points; give three or more")
     torch.set_num_threads(1)
     worst = 0.0
     for recompute in (False, True):

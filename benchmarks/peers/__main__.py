@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,13 +13,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.peers import exact, flexsp, megatron, verl
+from benchmarks.options import count, length_file, target, whole
+from benchmarks.peers import megatron, verl
 from benchmarks.peers.compare import BASE, Row, compare, ours
 from benchmarks.peers.steps import SYNTHETIC, draw_samples, draw_steps, load_lengths
 from benchmarks.peers.tables import markdown, rich_table, write_between_markers
 from benchmarks.peers.task import Peer, Task
 from layerwise import load_cluster, load_model
 from layerwise.cost import CostModel
+
+try:
+    from benchmarks.peers import exact, flexsp
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: install the extra 'peers'")
 
 BUDGET_TOKENS = 32768
 FILL = 0.72  # of the ranks' budget that a step fills, so that every planner can do with one micro-batch
@@ -33,12 +40,17 @@ def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument(
-        "--lengths", nargs="+", default=[], metavar="FILE", help="length files, beside the synthetic source"
+        "--lengths",
+        nargs="+",
+        type=length_file,
+        default=[],
+        metavar="FILE",
+        help="length files, beside the synthetic source",
     )
-    parser.add_argument("--out", type=Path, help="JSON of all rows")
-    parser.add_argument("--docs", type=Path, help="document whose tables to replace, docs/peers.md")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each source")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=target, help="JSON of all rows")
+    parser.add_argument("--docs", type=target, help="document whose tables to replace, docs/peers.md")
+    parser.add_argument("--steps", type=count, default=20, help="steps of each source")
+    parser.add_argument("--seed", type=whole(0), default=0)
     return parser.parse_args()
 
 
@@ -75,7 +87,7 @@ def main() -> None:
     cluster, model = load_cluster("paper"), load_model("paper-1f3s")
     large = CostModel(cluster=cluster, model=model)
     small = CostModel(cluster=cluster.model_copy(update=SMALL_CLUSTER), model=model)
-    peers, sources = [*megatron_peers(), STATIC, FLEXSP], [*args.lengths, SYNTHETIC]
+    peers, sources = [*megatron_peers(), STATIC, FLEXSP], [*map(str, args.lengths), SYNTHETIC]
     if len(peers) == 2:
         console.print("without Megatron-Core: install the extra 'peers' for it")
     large_rows: list[Row] = []

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from benchmarks.options import count, strategies
+from benchmarks.options import count, length_file, strategies
 from benchmarks.planning.steps import make_planner, resized
 from layerwise.evaluate.table import narrow_table
 from layerwise.evaluate.workload import Workload
@@ -74,7 +73,7 @@ def cells(ratios: np.ndarray) -> list[str]:
 def main() -> int:
     """Print a row per file and strategy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=length_file)
     parser.add_argument("--steps", type=count, default=20)
     parser.add_argument("--strategies", type=strategies, default="dynamic," + list(STRATEGIES)[-1])
     options = parser.parse_args()

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from rich.console import Console
 
-from benchmarks.options import at_least, count, each, strategies
+from benchmarks.options import count, each, strategies, whole
 from layerwise.cost import predict
-from layerwise.data.window import exchange_within_windows
+from layerwise.data.window import MAX_WINDOW_STEPS, exchange_within_windows
 from layerwise.evaluate.table import narrow_table
 from layerwise.evaluate.workload import Workload, load_workload
 from layerwise.planners import Planner
@@ -46,15 +46,14 @@ def main() -> None:
     """Print a row per window."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=count, default=32)
-    parser.add_argument("--windows", type=each(at_least(2)), default="2,4,8,16")
+    parser.add_argument("--windows", type=each(whole(2, MAX_WINDOW_STEPS)), default="2,4,8,16")
     parser.add_argument("--strategies", type=strategies, default="dynamic,repack+parents,joint")
     options = parser.parse_args()
-    windows = [int(window) for window in options.windows]
     for name, settings in MIXTURES.items():
         workload = load_workload("paper").change(**settings)
         steps = [step.tolist() for step in workload.draw_steps(options.steps)]
-        saved = np.array([saved_pct(workload, s, steps, windows) for s in options.strategies]).T
-        rows = [[f"{w} steps", *(f"{x:.1f}" for x in row)] for w, row in zip(windows, saved, strict=True)]
+        saved = np.array([saved_pct(workload, s, steps, options.windows) for s in options.strategies]).T
+        rows = [[f"{w} steps", *(f"{x:.1f}" for x in row)] for w, row in zip(options.windows, saved, strict=True)]
         title = f"Saved % by a planning window, {name}, predicted, {options.steps} steps"
         Console().print(narrow_table(title, ["window", *options.strategies], rows))
 

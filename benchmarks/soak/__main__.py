@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.options import count, whole
 from benchmarks.soak.small_run import SHAPES, make_config, start, whole_rows, write_samples
 from layerwise.train.checkpoint import step_folders
 
@@ -131,9 +132,9 @@ def compare(ours: Path, undisturbed: Path, num_steps: int) -> tuple[list[int], f
 def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=count, default=500)
+    parser.add_argument("--kills", type=whole(0), default=30)
+    parser.add_argument("--seed", type=whole(0), default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for module in ("torch._dynamo", "torch.utils.tensorboard"):  # seconds, in every process that does not inherit them

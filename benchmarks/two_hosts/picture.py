@@ -76,7 +76,7 @@ def _draw_exchanges(ax: Axes, measured: dict[str, Measured]) -> None:
 
 
 def _draw_bytes(ax: Axes, measured: dict[str, Measured]) -> None:
-    megabytes = [row.interface_bytes / 1e6 for row in measured.values()]
+    megabytes = [row.counted_bytes / 1e6 for row in measured.values()]
     ax.barh(range(len(measured)), megabytes, 0.62, color=MUTED)
     for y, value in enumerate(megabytes):
         ax.annotate(f"{value:.1f}", (value, y), (4, 0), textcoords="offset points", va="center", color=INK, fontsize=9)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from layerwise.errors import SpecError
 from layerwise.groups import ProcessWorld
 from layerwise.train.launch import launch
 
@@ -73,3 +74,8 @@ def test_a_process_group_that_is_garbage_does_not_stop_ranks() -> None:
     dist.destroy_process_group()
     del circle
     fork_two()
+
+
+def test_a_mistyped_number_of_ranks_fills_no_machine() -> None:
+    with pytest.raises(SpecError, match=r"100000 ranks on this machine: at most 512 are started here"):
+        launch(lambda world, device: None, num_ranks=100_000, ranks_per_node=100_000, device="cpu", timeout_s=5)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from layerwise.data.window import MAX_WINDOW_STEPS
 from layerwise.spec import Record
 
 STDLIB = "stdlib"
@@ -83,7 +84,7 @@ class DataConfig(SourceConfig):
     bad_rows: Literal["skip", "error"] = "error"
     cache_dir: str | None = Field(default=None, min_length=1)
     seed: int = Field(default=0, ge=0)
-    planning_window_steps: int = Field(default=1, ge=1, le=1024)
+    planning_window_steps: int = Field(default=1, ge=1, le=MAX_WINDOW_STEPS)
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from layerwise.errors import SpecError
 
 T = TypeVar("T")
+# A window is planned as a whole, before its first step; what is beyond this is a mistake.
+MAX_WINDOW_STEPS = 1024
 
 
 def exchange_within_windows(

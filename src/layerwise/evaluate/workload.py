@@ -122,7 +122,7 @@ class Workload(Record):
         draw = _Sampler(self)
         steps: list[Ints] = []
         waiting = np.zeros(0, dtype=np.int64)
-        while len(steps) < (num_steps or self.num_steps):
+        while len(steps) < (self.num_steps if num_steps is None else num_steps):
             total = np.cumsum(waiting)
             if len(total) == 0 or total[-1] <= self.step_tokens:
                 waiting = np.concatenate([waiting, draw(_DRAWN_AT_ONCE)])

@@ -38,6 +38,8 @@ from layerwise.train.rendezvous import connect, meet, open_store
 RankMain = Callable[[ProcessWorld, torch.device], None]
 # Beyond the time for last words, for a rank to notice that others have failed.
 _SLACK_S = 2.0
+# Forked ranks share one machine: more are a mistake that would fill it with processes.
+MAX_LOCAL_RANKS = 512
 PR_SET_PDEATHSIG = 1  # prctl(2): the child gets a signal when its parent dies
 
 
@@ -58,12 +60,18 @@ def pick_device(name: str) -> torch.device:
 def launch(main: RankMain, *, num_ranks: int, ranks_per_node: int, device: str, timeout_s: float) -> None:
     """Run main(world, device) on every rank and return when all are done.
 
-    Raises SpecError where torchrun's world is not num_ranks, RankFailedError where one of several ranks fails or dies.
+    Raises SpecError where torchrun's world is not num_ranks and for too many local ranks, RankFailedError where one of
+    several ranks fails or dies.
     """
     if under_torchrun():
         _join(main, num_ranks, ranks_per_node, device, timeout_s)
     elif num_ranks == 1:
         _alone(main, device)
+    elif num_ranks > MAX_LOCAL_RANKS:
+        raise SpecError(
+            f"{num_ranks} ranks on this machine: at most {MAX_LOCAL_RANKS} are started here; ask for fewer, or start "
+            "them on their own machines with torchrun"
+        )
     else:
         _fork(main, num_ranks, ranks_per_node, device, timeout_s)
 

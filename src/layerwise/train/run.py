@@ -191,7 +191,7 @@ def run_training(
 
 @contextmanager
 def _claim(config: TrainConfig, out: Path, resume: bool) -> Iterator[None]:
-    """Of two runs started at once in one folder one ends here; a run without a step gives the folder back."""
+    """Of two runs started at once in one folder one ends here; after one without a step it may be used again."""
     metrics = out / METRICS_FILE
     with _alone_in(out):
         try:
