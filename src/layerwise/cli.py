@@ -59,10 +59,17 @@ def main() -> None:
         rank = f"rank {os.environ.get('RANK', '?')}: " if alone else ""
         sys.stderr.write(f"layerwise: {rank}{error}\n")  # in one piece: other ranks write there, too
         sys.stderr.flush()
-        if isinstance(error, RankFailedError) and _has_other_threads():
+        if isinstance(error, RankFailedError) and (_has_other_threads() or _is_in_a_process_group()):
             sys.stdout.flush()
-            os._exit(1)  # one may wait, to save a checkpoint, for a rank that is gone, and would not let this end
+            os._exit(
+                1
+            )  # what waits for a rank that is gone, to save a checkpoint or within NCCL, would not let this end
         sys.exit(1)
+
+
+def _is_in_a_process_group() -> bool:
+    torch_distributed = sys.modules.get("torch.distributed")
+    return torch_distributed is not None and torch_distributed.is_initialized()
 
 
 def _has_other_threads() -> bool:

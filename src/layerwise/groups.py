@@ -30,6 +30,7 @@ class World(Protocol):
     rank: int
     num_ranks: int
     ranks_per_node: int
+    device: torch.device
     progress: Progress
 
     def prepare(self, blocks: Iterable[Block]) -> None:
@@ -53,13 +54,16 @@ class ProcessWorld:
     """
 
     def __init__(self, ranks_per_node: int, device: torch.device | None = None) -> None:
-        """Raises SpecError where the number of ranks is not a multiple of ranks_per_node."""
+        """device: of what ranks send and of a loader's tensors; by default this rank's GPU under NCCL, else the CPU.
+
+        Raises SpecError where the number of ranks is not a multiple of ranks_per_node.
+        """
         if not dist.is_initialized():
             raise SpecError("torch.distributed is not initialised; call init_process_group first, or use solo_world()")
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.ranks_per_node = ranks_per_node
-        self.device = device or torch.device("cpu")
+        self.device = this_device(device or torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
         self.progress = Progress()
         if self.num_ranks % ranks_per_node:
             raise SpecError(f"{self.num_ranks} ranks are not a multiple of ranks_per_node={ranks_per_node}")
@@ -73,7 +77,14 @@ class ProcessWorld:
 
     def comm(self, block: Block | None) -> GroupComm | None:
         """The prepared group of a block."""
-        return None if block is None else GroupComm(block, self.rank - block.lo, self._groups[block])
+        if block is None:
+            return None
+        if block not in self._groups:
+            raise SpecError(
+                f"there is no group of ranks {block.lo} to {block.hi - 1} yet: every rank calls agree(plan, world), or "
+                "world.prepare(plan_blocks(plan)), before it uses the plan; PlannedLoader does"
+            )
+        return GroupComm(block, self.rank - block.lo, self._groups[block])
 
     def side_group(self, timeout: timedelta) -> Any:
         """A CPU group of all ranks of its own, for a thread that talks beside the training. Made anew by every call.
@@ -96,6 +107,13 @@ class ProcessWorld:
         """Sum over all ranks, in place. Raises CollectiveError where some of them do not come."""
         with waiting(self.progress, self.rank, self._everyone):
             dist.all_reduce(tensor)
+
+
+def this_device(device: torch.device) -> torch.device:
+    """The device with its number: which GPU "cuda" means depends on the thread that asks."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def default_timeout() -> timedelta:
@@ -123,15 +141,20 @@ class LocalWorld:
         self.num_ranks = num_ranks
         self.ranks_per_node = ranks_per_node
         self._tables: dict[Block, _MeetingPoint] = {}
+        self._failed = False
         self._lock = threading.Lock()
 
     def meeting_point(self, block: Block) -> _MeetingPoint:
         """The one place where the threads of a block meet."""
         with self._lock:
-            return self._tables.setdefault(block, _MeetingPoint(block.size))
+            point = self._tables.setdefault(block, _MeetingPoint(block.size))
+            if self._failed:
+                point.barrier.abort()
+            return point
 
     def run(self, fn: Callable[[World], ResultT]) -> list[ResultT]:
         """fn(world) on every rank."""
+        self._tables, self._failed = {}, False
         results: list[Any] = [None] * self.num_ranks
         errors: list[BaseException] = []
 
@@ -140,6 +163,7 @@ class LocalWorld:
                 results[rank] = fn(_LocalRank(self, rank))
             except BaseException as error:
                 with self._lock:
+                    self._failed = True
                     errors.append(error)
                     for point in self._tables.values():
                         point.barrier.abort()
@@ -154,9 +178,11 @@ class LocalWorld:
         return results
 
 
-def solo_world() -> World:
-    """The world of a single process without torch.distributed."""
-    return _LocalRank(LocalWorld(1, 1), 0)
+def solo_world(device: torch.device | None = None) -> World:
+    """The world of a single process without torch.distributed. device: of a loader's tensors, by default the CPU."""
+    world = _LocalRank(LocalWorld(1, 1), 0)
+    world.device = this_device(device or world.device)
+    return world
 
 
 class _MeetingPoint:
@@ -205,7 +231,7 @@ class _LocalComm:
 
 class _LocalRank:
     def __init__(self, local: LocalWorld, rank: int) -> None:
-        self.local, self.rank = local, rank
+        self.local, self.rank, self.device = local, rank, torch.device("cpu")
         self.num_ranks, self.ranks_per_node = local.num_ranks, local.ranks_per_node
         self.progress = Progress()
         self._everyone = local.meeting_point(Block(0, self.num_ranks))

@@ -9,6 +9,7 @@ from layerwise import ClusterSpec, LocalWorld, PlannedLoader, Planner, solo_worl
 from layerwise.data.corpus import Sample
 from layerwise.data.sampler import StepSampler
 from layerwise.errors import DataError, InfeasibleError, PlanMismatchError
+from layerwise.groups import World
 from layerwise.plan import MicrobatchPlan, Shard, StepPlan, Tile, shard_table, tile_table
 from layerwise.spec import AttentionSpec
 from tests.runtime.test_strategies import tiny_model
@@ -108,6 +109,22 @@ def test_known_samples_that_differ_between_ranks_are_seen() -> None:
         LocalWorld(2, 2).run(
             lambda world: list(PlannedLoader(dataset=known[world.rank], planner=halves, world=world, steps=[[0, 1]]))
         )
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_rank_that_has_fewer_steps_is_named_on_every_rank(short: int) -> None:
+    """The others would else wait for it, or take what it sends next for its plan."""
+    caught = []
+
+    def on_rank(world: World) -> None:
+        samples = [[1, 2, 3], [4, 5]][: 1 if world.rank == short else 2]
+        with pytest.raises(PlanMismatchError, match=f"no more steps on rank {short}, another one on rank {1 - short}"):
+            for _ in PlannedLoader(dataset=iter(samples), planner=halves, world=world, tokens_per_step=3):
+                pass
+        caught.append(world.rank)
+
+    LocalWorld(2, 2).run(on_rank)
+    assert sorted(caught) == [0, 1]
 
 
 def test_a_sample_that_is_not_as_long_as_it_is_known_to_be() -> None:

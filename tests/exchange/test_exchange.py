@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from layerwise import LocalWorld
-from layerwise.exchange import STAGING
+from layerwise.errors import CollectiveError, PlanMismatchError
+from layerwise.exchange import STAGING, Progress, waiting
 from layerwise.groups import World
 from layerwise.kernels.pieces import Pieces
 from layerwise.plan import StepPlan
 from layerwise.route import Runs, build_route, cut, runs
 from layerwise.runtime import attention, build_routes, plan_blocks
 from layerwise.spec import AttentionSpec
-from layerwise.traffic import exchange_blocks
+from layerwise.traffic import Block, exchange_blocks
 from tests.exchange.sites import assert_close, run_rank, run_sites
 from tests.exchange.test_rows import units_of
 from tests.random_plans import random_step
@@ -107,3 +108,14 @@ def test_a_profiler_sees_where_a_step_goes() -> None:
     for kind in SPECS:
         ways = [f"layerwise.exchange_{way}.{kind}" for way in ("in", "out")]
         assert {f"layerwise.attention.{kind}", *ways, *(f"{way}.backward" for way in ways)} <= names
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError, torch.AcceleratorError, PlanMismatchError])
+def test_a_rank_whose_own_fault_ends_a_wait_accuses_nobody(fault: type[Exception]) -> None:
+    with pytest.raises(fault, match="mine"), waiting(Progress(), 0, Block(0, 2)):
+        raise fault("mine")
+    with (
+        pytest.raises(CollectiveError, match=r"rank 0: waited .* for rank 1: theirs"),
+        waiting(Progress(), 0, Block(0, 2)),
+    ):
+        raise RuntimeError("theirs")

@@ -1,5 +1,7 @@
 """The front of the kernels: segments, checks and the choice of a backend."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -107,6 +109,40 @@ def test_auto_on_cuda(monkeypatch, dtype, dim, sinks, flash_attn, torch_varlen, 
         is_cuda, shape = True, (1, 1, dim)
 
     OnCuda.dtype = dtype
-    monkeypatch.setattr(kernels, "find_spec", lambda name: flash_attn and name == "flash_attn")
+    monkeypatch.setattr("layerwise.kernels.flash.has_flash", lambda: flash_attn)
     monkeypatch.setattr("layerwise.kernels.flash.has_torch_varlen", lambda: torch_varlen)
+    kernels._half_backend.cache_clear()
     assert kernels.choose_backend(OnCuda(), OnCuda(), torch.ones(1) if sinks else None) == expected
+    kernels._half_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out.float(), r"returned torch\.float32 \(5, 4, 8\), expected torch\.bfloat16"),
+        (lambda out: out.transpose(0, 1), r"returned torch\.bfloat16 \(4, 5, 8\), expected .* = \(5, 4, 8\)"),
+    ],
+)
+def test_what_a_kernel_returns_is_looked_at(change: Any, message: str) -> None:
+    """Ranks whose kernels have nothing to do send q's dtype: another one would be taken for other rows."""
+    q = torch.ones(5, 4, 8, dtype=torch.bfloat16)
+    with pytest.raises(SpecError, match=message):
+        varlen_attention(q, q, q, Segments((5,), (5,)), backend=lambda q, *_: change(q))
+
+
+def test_sinks_of_many_segments_add_up_in_float32() -> None:
+    """Of 300 segments of unlike lengths: in bfloat16 a sum of 256 does not notice another 0.5."""
+    lengths = tuple(range(1, 301))
+    q, k, v = (torch.zeros(sum(lengths), 1, 8) for _ in range(3))
+    v += 1
+
+    def sink_grad(dtype: torch.dtype, backend: str) -> float:
+        sinks = torch.zeros(1, requires_grad=True)
+        rows = (x.to(dtype) for x in (q, k, v))
+        out = varlen_attention(*rows, Segments(lengths, lengths), sinks=sinks, backend=backend)
+        (grad,) = torch.autograd.grad(out.float().sum(), sinks)
+        return grad.item()
+
+    exact = sink_grad(torch.float64, "reference")
+    for backend in ("reference", "sdpa"):
+        assert sink_grad(torch.bfloat16, backend) == pytest.approx(exact, rel=0.01)

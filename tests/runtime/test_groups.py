@@ -1,12 +1,15 @@
 """Agreement on plans, the strict local world, and how many process groups a run makes."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from layerwise.errors import PlanMismatchError, SpecError
 from layerwise.exchange import all_to_all
-from layerwise.groups import LocalWorld, ProcessWorld
+from layerwise.groups import LocalWorld, ProcessWorld, World, solo_world
 from layerwise.runtime import agree, attention, build_routes, plan_blocks
 from layerwise.spec import AttentionSpec
 from layerwise.traffic import Block, covering_block
@@ -102,6 +105,7 @@ def test_each_rank_set_becomes_one_process_group(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 16)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks: made.append(ranks))
     world = ProcessWorld(ranks_per_node=8)
     plans = [plan_of(seed, num_ranks=16, lengths=(40, 3, 3, 3, 2, 2, 30)) for seed in range(6)]
@@ -109,3 +113,34 @@ def test_each_rank_set_becomes_one_process_group(monkeypatch: pytest.MonkeyPatch
         world.prepare(plan_blocks(plan))
     assert len(made) == len({tuple(ranks) for ranks in made})
     assert len(made) <= 15
+    with pytest.raises(SpecError, match=r"no group of ranks 3 to 4 yet: every rank calls agree"):
+        world.comm(Block(3, 5))
+
+
+def test_a_world_is_where_its_backend_sends_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank's GPU by its number, since "cuda" is GPU 0 on a thread that was never told."""
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "get_backend": "nccl"}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    assert ProcessWorld(ranks_per_node=2).device == torch.device("cuda", 3)
+    assert ProcessWorld(ranks_per_node=2, device=torch.device("cpu")).device == torch.device("cpu")
+    assert solo_world(torch.device("cuda")).device == torch.device("cuda", 3)
+
+
+def test_who_comes_to_a_failed_world_later_fails_at_once_and_the_next_run_is_well() -> None:
+    local, late = LocalWorld(3, 3), threading.Event()
+
+    def fail(world: World) -> None:
+        if world.rank == 0:
+            late.set()
+            raise ValueError("broken")
+        late.wait()
+        time.sleep(0.1)
+        if world.rank == 1:
+            world.comm(Block(1, 3)).all_reduce(torch.ones(1))  # type: ignore[union-attr]
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="broken"):
+        local.run(fail)
+    assert time.monotonic() - started < 30  # a meeting waits for 60 s
+    assert local.run(lambda world: world.gather_ints([world.rank])) == [[[0], [1], [2]]] * 3

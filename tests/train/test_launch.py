@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerwise.errors import SpecError
+from layerwise.errors import RankFailedError, SpecError
 from layerwise.groups import ProcessWorld
 from layerwise.train.launch import launch
 
@@ -79,3 +79,13 @@ def test_a_process_group_that_is_garbage_does_not_stop_ranks() -> None:
 def test_a_mistyped_number_of_ranks_fills_no_machine() -> None:
     with pytest.raises(SpecError, match=r"100000 ranks on this machine: at most 512 are started here"):
         launch(lambda world, device: None, num_ranks=100_000, ranks_per_node=100_000, device="cpu", timeout_s=5)
+
+
+def test_the_end_of_a_very_long_message_arrives() -> None:
+    """A pipe holds 64 KiB, and the parent reads when the rank has ended."""
+
+    def on_rank(world: ProcessWorld, device: torch.device) -> None:
+        raise ValueError("begin " + "\N{SNOWMAN}" * 200_000 + " end")
+
+    with pytest.raises(RankFailedError, match=r"begin [\s\S]*characters \.\.\.\][\s\S]* end"):
+        launch(on_rank, num_ranks=2, ranks_per_node=1, device="cpu", timeout_s=30)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -35,9 +35,9 @@ from layerwise.data.step_samples import (
 from layerwise.data.window import exchange_within_windows
 from layerwise.errors import DataError
 from layerwise.exchange import Meter
-from layerwise.groups import World
+from layerwise.groups import World, this_device
 from layerwise.plan import StepPlan
-from layerwise.runtime import Routes, agree, build_routes, use_routes
+from layerwise.runtime import Routes, agree, agree_on_end, build_routes, use_routes
 
 Planner = Callable[[Sequence[int]], StepPlan]
 
@@ -94,7 +94,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoader:
-    """Iterate to get Steps; every rank iterates the same number of times.
+    """Iterate to get Steps; every rank iterates the same number of times. PlanMismatchError names one that has fewer.
 
     dataset: map-style (`dataset[i]`) or iterable; an item is a sequence of token ids, a mapping or a record with
         `input_ids` and optionally `labels` of the same length (-100 where the token is not to be learned). Padding or
@@ -103,7 +103,8 @@ class PlannedLoader:
     steps: for a map-style dataset, an iterable of lists of dataset indices, one list per step (see StepSampler).
     tokens_per_step: for an iterable dataset, how many tokens make a step.
     vocab_size: tokens outside [0, vocab_size) raise DataError that names the sample.
-    prefetch: steps planned ahead. backend, device: as of `layerwise.runtime.build_routes`.
+    prefetch: steps planned ahead. backend: as of `layerwise.runtime.build_routes`. device: of all tensors, by default
+        the world's.
     planning_window_steps: for an iterable dataset, in how many consecutive steps samples change places (see
         layerwise.data.window); 1: none does. For a map-style one StepSampler does it.
     first_step: where to begin, for a run that goes on. Nothing of the steps before it is planned; of a map-style
@@ -120,7 +121,7 @@ class PlannedLoader:
     first_step: int = 0
     planning_window_steps: int = 1
     backend: str = "auto"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens_per_step is None):
@@ -137,20 +138,22 @@ class PlannedLoader:
             raise DataError("planning_window_steps has no effect with steps=; give StepSampler window_steps")
 
     def __iter__(self) -> Iterator[Step]:
-        ahead = _Ahead(self._planned(), self.prefetch)
+        # A thread of its own would take "cuda" for GPU 0.
+        ahead = _Ahead(self._planned(this_device(self.device or self.world.device)), self.prefetch)
         try:
             while True:
                 started = time.perf_counter()
                 step = ahead.next()
                 if step is None:
+                    agree_on_end(self.world)
                     return
                 yield self._agreed(step, wait_s=time.perf_counter() - started)
         finally:
             ahead.stop()
 
-    def _planned(self) -> Iterator[_PlannedStep]:
+    def _planned(self, device: torch.device) -> Iterator[_PlannedStep]:
         steps = self._streamed_steps() if self.steps is None else self._chosen_steps(self.steps)
-        settings: dict[str, Any] = {"backend": self.backend, "device": self.device}
+        settings: dict[str, Any] = {"backend": self.backend, "device": device}
         for index, samples in enumerate(steps, start=self.first_step):
             started = time.perf_counter()
             plan = self.planner(samples.lengths)

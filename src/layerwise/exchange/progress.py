@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from layerwise.errors import CollectiveError
+import torch
+
+from layerwise.errors import CollectiveError, LayerwiseError
 from layerwise.labels import ranks_label
 from layerwise.traffic import Block
+
+_OWN_FAULTS = (torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors, both
 
 
 class Point(NamedTuple):
@@ -57,10 +61,15 @@ class Progress:
 
 @contextmanager
 def waiting(progress: Progress, rank: int, block: Block) -> Iterator[None]:
-    """Around a wait of `rank` for the others of a block. Raises CollectiveError, with place and time."""
+    """Around a wait of `rank` for the others of a block. Raises CollectiveError, with place and time.
+
+    A fault of the rank's own, of its GPU for instance, stays what it is.
+    """
     begin_s = time.monotonic()
     try:
         yield
+    except (LayerwiseError, *_OWN_FAULTS):
+        raise
     except RuntimeError as error:
         peers = [other for other in range(block.lo, block.hi) if other != rank]
         waited = f"waited {time.monotonic() - begin_s:.1f} s for {ranks_label(peers)}"

@@ -15,8 +15,8 @@ own: the caller cuts segments at chunk boundaries.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from layerwise.kernels.segments import Segments
 __all__ = ["BACKENDS", "Kernel", "Segments", "check_backend", "choose_backend", "varlen_attention"]
 
 # kernel(q, k, v, segments, window, scale, sinks) -> [Tq, H, Dv], shapes as in varlen_attention. No segment is empty,
-# scale is a number and sinks have q's dtype. The result carries a graph to q, k and v.
+# scale is a number and sinks are float32 or better. The result has q's dtype and carries a graph to q, k and v.
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, int | None, float, Tensor | None], Tensor]
 
 # Where each kernel lives; a module is imported when its kernel is first used.
@@ -69,7 +69,8 @@ def varlen_attention(
     Raises SpecError for shapes, dtypes or names that do not fit, UnsupportedError for what the kernel lacks.
     """
     _check(q, k, v, segments, window, sinks)
-    sinks = None if sinks is None else sinks.to(q.dtype)
+    if sinks is not None:  # wide, since the gradients of all segments add up in them
+        sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))
     if backend == "auto":
         backend = choose_backend(q, v, sinks)
     kernel = _load_kernel(backend) if isinstance(backend, str) else backend
@@ -79,7 +80,13 @@ def varlen_attention(
         k, v = (_rows_with_queries(rows, segments) for rows in (k, v))
     if not live.total_q:
         return _empty_output(q, k, v, sinks)
-    return kernel(q, k, v, live, window, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
+    out = kernel(q, k, v, live, window, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
+    expected = (live.total_q, q.shape[1], v.shape[2])
+    if tuple(out.shape) != expected or out.dtype != q.dtype:
+        raise SpecError(
+            f"the kernel returned {out.dtype} {tuple(out.shape)}, expected {q.dtype} [Tq, H, Dv] = {expected}"
+        )
+    return out
 
 
 def check_backend(backend: str) -> None:
@@ -108,10 +115,16 @@ def choose_backend(q: Tensor, v: Tensor, sinks: Tensor | None) -> str:
     half = q.dtype in (torch.bfloat16, torch.float16)
     if not (q.is_cuda and half and sinks is None and max(q.shape[-1], v.shape[-1]) <= 256):
         return "sdpa"
-    if find_spec("flash_attn"):
-        return "flash"
-    from layerwise.kernels.flash import has_torch_varlen
+    return _half_backend()
 
+
+@cache
+def _half_backend() -> str:
+    """The fastest kernel of half precision that can be loaded here."""
+    from layerwise.kernels.flash import has_flash, has_torch_varlen
+
+    if has_flash():
+        return "flash"
     return "torch_varlen" if has_torch_varlen() else "sdpa"
 
 

@@ -69,11 +69,20 @@ def load_flash() -> Callable[..., Any]:
     """flash-attn's kernel. Raises UnsupportedError where the package is missing."""
     try:
         kernel: Callable[..., Any] = import_module("flash_attn").flash_attn_varlen_func
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # what is installed may be for another torch, or have other kernels
         raise UnsupportedError(
             f"attention backend 'flash' needs flash-attn ({error}): pip install 'layerwise[flash]', or use 'auto'"
         ) from error
     return kernel
+
+
+def has_flash() -> bool:
+    """Whether flash-attn's varlen kernel can be loaded."""
+    try:
+        load_flash()
+    except UnsupportedError:
+        return False
+    return True
 
 
 def load_torch_varlen() -> Callable[..., Any]:

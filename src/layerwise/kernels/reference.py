@@ -35,6 +35,6 @@ def _one_segment(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: flo
     scores = scores.masked_fill(hidden, float("-inf"))
 
     if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1).to(scores.dtype)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v)

@@ -5,7 +5,7 @@ blocks of queries that get only the keys they can see, and a block is itself a b
 So nothing of size L x L exists, and a sliding window costs L x (window + BLOCK_TOKENS).
 
 Shapes: B segments of equal lengths, H query heads, K KV heads, G = H / K, D head dim. `sink` holds the sink
-key [K, 1, D], or nothing.
+key [K, 1, D], or nothing; it is wide until a group of segments needs it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def sdpa_attention(
         q_BHTD, k_BKTD, v_BKTD = (
             torch.stack([parts[i] for i in members]).transpose(1, 2) for parts in (q_parts, k_parts, v_parts)
         )
-        rows = _attend(window, scale, q_BHTD, k_BKTD, v_BKTD, *sink).transpose(1, 2)
+        low_sink = (sink_key.to(q.dtype) for sink_key in sink)
+        rows = _attend(window, scale, q_BHTD, k_BKTD, v_BKTD, *low_sink).transpose(1, 2)
         for index, output in zip(members, rows.unbind(), strict=True):
             outputs[index] = output
     return torch.cat(outputs)[..., :v_head_dim]

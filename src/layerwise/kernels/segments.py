@@ -62,7 +62,10 @@ class Segments:
         """Row offsets of the segments' queries and keys, int32 [segments + 1] each; copied once."""
         if device not in self._on_device:
             offsets = [list(accumulate(lens, initial=0)) for lens in (self.q_lens, self.k_lens)]
-            cu_q, cu_k = (torch.tensor(o, dtype=torch.int32, device=device) for o in offsets)
+            pinned = device.type == "cuda"  # a copy from other memory would wait for all that the GPU has to do
+            with torch.inference_mode(False):  # they are kept, for a later backward, too
+                host = (torch.tensor(o, dtype=torch.int32, pin_memory=pinned) for o in offsets)
+                cu_q, cu_k = (o.to(device, non_blocking=True) for o in host)
             self._on_device[device] = cu_q, cu_k
         return self._on_device[device]
 

@@ -131,9 +131,8 @@ def _to_experts(counts: Tensor, comm: Comm) -> tuple[RowMap, Tensor]:
     arriving = all_to_all(comm, counts.contiguous(), splits, splits).view(num_peers, num_local)
     leaving = counts.view(num_peers, num_local).sum(1)
     send, receive = torch.stack([leaving, arriving.sum(1)]).tolist()
-    expert_of_row = (
-        torch.arange(num_local, device=counts.device).repeat(num_peers).repeat_interleave(arriving.flatten())
-    )
+    local_experts = torch.arange(num_local, device=counts.device).repeat(num_peers)
+    expert_of_row = local_experts.repeat_interleave(arriving.flatten(), output_size=sum(receive))
     stored_at = expert_of_row.argsort(stable=True).argsort()
     src = listed_side(torch.arange(sum(send), device=counts.device), tuple(send), sum(send), once=True)
     return RowMap(src, listed_side(stored_at, tuple(receive), sum(receive), once=True)), arriving.sum(0)

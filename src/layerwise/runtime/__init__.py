@@ -5,7 +5,7 @@ agreement       whether all ranks hold the same plan
 attention_call  one call: what it must look like, and the kernels it runs on
 """
 
-from layerwise.runtime.agreement import agree
+from layerwise.runtime.agreement import agree, agree_on_end
 from layerwise.runtime.routes import (
     MOVES,
     Routes,
@@ -23,6 +23,7 @@ __all__ = [
     "MOVES",
     "Routes",
     "agree",
+    "agree_on_end",
     "attention",
     "build_routes",
     "checkpoint",

@@ -7,6 +7,7 @@ import hashlib
 from layerwise.agreement import first_difference
 from layerwise.errors import PlanMismatchError
 from layerwise.groups import World
+from layerwise.labels import ranks_label
 from layerwise.plan import Shard, StepPlan, Table, Tile
 from layerwise.runtime.routes import plan_blocks
 
@@ -16,10 +17,10 @@ def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int =
 
     To be called on every rank before the first collective that depends on the plan. `num_valid_tokens` are this rank's
     tokens with a label; `content` is a hash of the step's samples.
-    Raises PlanMismatchError, on every rank, where two ranks hold different plans; says what differs first.
+    Raises PlanMismatchError, on every rank, where two ranks hold different plans or one has no more; says what differs.
     """
     world.progress.at = "agreement on the plan"
-    gathered = world.gather_ints([plan.digest() ^ content, num_valid_tokens])
+    gathered = _gather(world, [plan.digest() ^ content, num_valid_tokens, 1])
     digests = [row[0] for row in gathered]
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -32,6 +33,24 @@ def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int =
             )
     world.prepare(plan_blocks(plan))
     return sum(row[1] for row in gathered)
+
+
+def agree_on_end(world: World) -> None:
+    """To be called instead of `agree` by a rank that has no more plans. Raises PlanMismatchError where another has."""
+    _gather(world, [0, 0, 0])
+
+
+def _gather(world: World, row: list[int]) -> list[list[int]]:
+    """The rows of all ranks, whose last entry says whether they have a plan; all have one, or none."""
+    gathered = world.gather_ints(row)
+    with_plan = [rank for rank, other in enumerate(gathered) if other[-1]]
+    if 0 < len(with_plan) < len(gathered):
+        without = sorted(set(range(len(gathered))) - set(with_plan))
+        raise PlanMismatchError(
+            f"no more steps on {ranks_label(without)}, another one on {ranks_label(with_plan)}: give all ranks equally "
+            "many samples and steps"
+        )
+    return gathered
 
 
 def _parts(plan: StepPlan) -> dict[str, str]:

@@ -16,7 +16,8 @@ def cast_rows(*rows: Tensor) -> tuple[Tensor, ...]:
     device = rows[0].device.type
     if not torch.is_autocast_enabled(device):
         return rows
-    return tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in rows)
+    low = torch.get_autocast_dtype(device)
+    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in rows)
 
 
 def attend(
@@ -61,6 +62,7 @@ def check_call(
     window: int | None,
     sinks: Tensor | None,
     num_tokens: int,
+    device: torch.device,
 ) -> None:
     """Raise SpecError or UnsupportedError where the arguments of `attention` are not what the plan was made for."""
     expected = {
@@ -74,6 +76,11 @@ def check_call(
                 f"{kind}: {name} has shape {tuple(tensor.shape)}, the plan expects [tokens, heads, dim] = {shape}: "
                 "packed rows without a batch dimension, heads before dim, KV heads not expanded"
             )
+    if not device == q.device == k.device == v.device:
+        raise SpecError(
+            f"{kind}: q, k and v are on {q.device}, {k.device} and {v.device}, the micro-batch is on {device}: give "
+            "PlannedLoader, ProcessWorld or solo_world the device of the model"
+        )
     if not q.is_floating_point():
         raise SpecError(f"{kind}: q, k and v are {q.dtype}, and must be of a floating dtype")
     if not q.dtype == k.dtype == v.dtype:

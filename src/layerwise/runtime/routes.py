@@ -128,8 +128,9 @@ def build_routes(
     """The routes of this rank for micro-batch `index` of the plan. No collective: it may run ahead, on any thread.
 
     Each of the plan's `overlap_parts` has two all-to-alls of its own; their bytes are together what they are without
-    parts. Raises SpecError where plan and world differ or nothing is known of the backend, UnsupportedError where its
-    package is missing.
+    parts. device: of the indices, by default the world's.
+    Raises SpecError where plan and world differ or nothing is known of the backend, UnsupportedError where its package
+    is missing.
     """
     if (plan.num_ranks, plan.ranks_per_node) != (world.num_ranks, world.ranks_per_node):
         raise SpecError(
@@ -145,7 +146,7 @@ def build_routes(
                 "ModelSpec with linear_mixer runs each sample on one rank"
             )
     microbatch, size = plan.microbatches[index], (plan.num_ranks, plan.ranks_per_node)
-    device = device or torch.device("cpu")
+    device = device or world.device
     places = microbatch.places
     owners = np.concatenate([shards.rows[:, :2] for shards in places.values()])
     pieces = np.unique(owners[owners[:, 1] == world.rank, 0])
@@ -326,7 +327,7 @@ def attention(
     num_tokens = len(routes.tokens_at(kind).position_ids)
     spec, route, parts = routes.attention[kind], routes.by_kind[kind], routes.parts[kind]
     q, k, v = cast_rows(q, k, v)
-    check_call(q, k, v, spec, kind, window, sinks, num_tokens)
+    check_call(q, k, v, spec, kind, window, sinks, num_tokens, routes.position_ids.device)
     progress = routes.world.progress
     progress.enter_layer(routes.microbatch, layer)
     computing = progress.point(f"attention of {kind}")

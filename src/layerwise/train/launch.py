@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ RankMain = Callable[[ProcessWorld, torch.device], None]
 _SLACK_S = 2.0
 # Forked ranks share one machine: more are a mistake that would fill it with processes.
 MAX_LOCAL_RANKS = 512
+# The parent reads a last word when the rank has ended, so it must fit into a pipe, of 64 KiB.
+_MAX_WHY = 12_000
 PR_SET_PDEATHSIG = 1  # prctl(2): the child gets a signal when its parent dies
 
 
@@ -104,7 +106,8 @@ def _join(main: RankMain, num_ranks: int, ranks_per_node: int, device: str, time
     connect(store, rank, world_size, backend=_backend(torch_device), timeout_s=timeout_s)
     world = ProcessWorld(ranks_per_node, torch_device)
     word = run_to_the_end(lambda: main(world, torch_device), world, store, timeout_s)
-    dist.destroy_process_group()
+    if word is None or torch_device.type == "cpu":
+        dist.destroy_process_group()  # after a fault NCCL would wait here for ranks that wait for this one
     if word is not None:
         raise RankFailedError(word.of(rank))
 
@@ -236,8 +239,16 @@ def _child_main(rank: _Rank, said: Connection, parent_pid: int) -> None:
     except BaseException as error:
         word = LastWord(where="", why="".join(traceback.format_exception(error)).strip(), waited=False)
     finally:
-        said.send(word)
+        said.send(None if word is None else replace(word, why=_cut(word.why)))
         said.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if word is None else 1)
+
+
+def _cut(why: str) -> str:
+    """A text's beginning and its end, where it is very long."""
+    if len(why) <= _MAX_WHY:
+        return why
+    half = _MAX_WHY // 2
+    return f"{why[:half]}\n[... {len(why) - 2 * half:,} characters ...]\n{why[-half:]}"
