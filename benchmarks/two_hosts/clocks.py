@@ -49,7 +49,7 @@ class TimedWorld:
         self.inner, self.meter, self.after_exchange = inner, meter, after_exchange
         self.rank, self.num_ranks, self.ranks_per_node = inner.rank, inner.num_ranks, inner.ranks_per_node
         self.prepare, self.gather_ints, self.all_reduce = inner.prepare, inner.gather_ints, inner.all_reduce
-        self.progress = inner.progress
+        self.device, self.progress = inner.device, inner.progress
 
     def comm(self, block: Block | None) -> Comm | None:
         """The block's Comm with a clock on it."""

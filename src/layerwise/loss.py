@@ -113,13 +113,15 @@ def reduce_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> 
 
     Every rank ends with the same bits, so replicated weights stay equal.
     Raises SpecError for weights that FSDP has sharded, which sums their gradients itself, and for sparse gradients.
+    Where only some are sharded, give it the others.
     """
     trained = [p for p in parameters if p.requires_grad]
     for p in trained:
         if isinstance(p, DTensor):
             raise SpecError(
-                f"a weight of shape {tuple(p.shape)} is sharded: FSDP reduces its gradient in backward; leave "
-                "reduce_gradients out, and let FSDP sum and not average (layerwise.sum_gradients)"
+                f"a weight of shape {tuple(p.shape)} is sharded: FSDP reduces its gradient in backward; give "
+                "reduce_gradients only those that are not DTensors, and let FSDP sum and not average "
+                "(layerwise.sum_gradients)"
             )
         if p.grad is not None and p.grad.is_sparse:
             raise SpecError(f"the gradient of a weight of shape {tuple(p.shape)} is sparse: use sparse=False")

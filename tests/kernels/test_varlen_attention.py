@@ -119,15 +119,20 @@ def test_auto_on_cuda(monkeypatch, dtype, dim, sinks, flash_attn, torch_varlen, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda out: out.float(), r"returned torch\.float32 \(5, 4, 8\), expected torch\.bfloat16"),
-        (lambda out: out.transpose(0, 1), r"returned torch\.bfloat16 \(4, 5, 8\), expected .* = \(5, 4, 8\)"),
+        (lambda out: out.float(), r"returned torch\.float32 \(5, 4, 8\) on cpu, expected torch\.bfloat16"),
+        (lambda out: out.transpose(0, 1), r"returned torch\.bfloat16 \(4, 5, 8\) on cpu, expected .* = \(5, 4, 8\)"),
+        (lambda out: out.to("meta"), r"on meta, expected .* on cpu"),
+        (lambda out: (out, out), r"kernel <lambda> returned a tuple, expected a tensor"),
+        (lambda out: out.detach(), r"without a graph, so q, k and v would get no gradient"),
     ],
 )
 def test_what_a_kernel_returns_is_looked_at(change: Any, message: str) -> None:
     """Ranks whose kernels have nothing to do send q's dtype: another one would be taken for other rows."""
-    q = torch.ones(5, 4, 8, dtype=torch.bfloat16)
+    q = torch.ones(5, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(SpecError, match=message):
         varlen_attention(q, q, q, Segments((5,), (5,)), backend=lambda q, *_: change(q))
+    with torch.no_grad():
+        varlen_attention(q, q, q, Segments((5,), (5,)), backend=lambda q, *_: q.detach())
 
 
 def test_sinks_of_many_segments_add_up_in_float32() -> None:

@@ -36,6 +36,7 @@ from layerwise.data.window import exchange_within_windows
 from layerwise.errors import DataError
 from layerwise.exchange import Meter
 from layerwise.groups import World, this_device
+from layerwise.kernels import Kernel
 from layerwise.plan import StepPlan
 from layerwise.runtime import Routes, agree, agree_on_end, build_routes, use_routes
 
@@ -96,6 +97,8 @@ class Step:
 class PlannedLoader:
     """Iterate to get Steps; every rank iterates the same number of times. PlanMismatchError names one that has fewer.
 
+    Ranks meet for each step and once more at the end, so either all leave a loop by `break` or all run it out.
+
     dataset: map-style (`dataset[i]`) or iterable; an item is a sequence of token ids, a mapping or a record with
         `input_ids` and optionally `labels` of the same length (-100 where the token is not to be learned). Padding or
         several documents in a sample, by its `attention_mask` or `position_ids`, raise DataError.
@@ -120,7 +123,7 @@ class PlannedLoader:
     prefetch: int = 2
     first_step: int = 0
     planning_window_steps: int = 1
-    backend: str = "auto"
+    backend: str | Kernel = "auto"
     device: torch.device | None = None
 
     def __post_init__(self) -> None:

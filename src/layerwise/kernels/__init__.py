@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,11 +82,7 @@ def varlen_attention(
     if not live.total_q:
         return _empty_output(q, k, v, sinks)
     out = kernel(q, k, v, live, window, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
-    expected = (live.total_q, q.shape[1], v.shape[2])
-    if tuple(out.shape) != expected or out.dtype != q.dtype:
-        raise SpecError(
-            f"the kernel returned {out.dtype} {tuple(out.shape)}, expected {q.dtype} [Tq, H, Dv] = {expected}"
-        )
+    _check_output(out, (live.total_q, q.shape[1], v.shape[2]), (q, k, v), backend)
     return out
 
 
@@ -131,6 +128,22 @@ def _half_backend() -> str:
 def _rows_with_queries(rows: Tensor, segments: Segments) -> Tensor:
     parts = rows.split(segments.k_lens)
     return torch.cat([rows[:0], *(part for part, q_len in zip(parts, segments.q_lens, strict=True) if q_len)])
+
+
+def _check_output(out: Any, shape: tuple[int, ...], rows: tuple[Tensor, ...], backend: str | Kernel) -> None:
+    name, q = backend if isinstance(backend, str) else getattr(backend, "__name__", repr(backend)), rows[0]
+    if not isinstance(out, Tensor):
+        raise SpecError(f"the attention kernel {name} returned a {type(out).__name__}, expected a tensor [Tq, H, Dv]")
+    if tuple(out.shape) != shape or (out.dtype, out.device) != (q.dtype, q.device):
+        raise SpecError(
+            f"the attention kernel {name} returned {out.dtype} {tuple(out.shape)} on {out.device}, expected {q.dtype} "
+            f"[Tq, H, Dv] = {shape} on {q.device}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in rows) and not out.requires_grad:
+        raise SpecError(
+            f"the attention kernel {name} returned a tensor without a graph, so q, k and v would get no gradient: make "
+            "it a torch.autograd.Function, and leave out detach and no_grad"
+        )
 
 
 def _empty_output(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:

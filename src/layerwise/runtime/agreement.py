@@ -37,6 +37,7 @@ def agree(plan: StepPlan, world: World, *, num_valid_tokens: int, content: int =
 
 def agree_on_end(world: World) -> None:
     """To be called instead of `agree` by a rank that has no more plans. Raises PlanMismatchError where another has."""
+    world.progress.at = "agreement on the end of the loader"
     _gather(world, [0, 0, 0])
 
 

@@ -139,6 +139,10 @@ def build_routes(
         )
     if isinstance(backend, str):
         check_backend(backend)
+    elif not callable(backend):
+        raise SpecError(
+            f"backend={backend!r} is neither a name nor a kernel: a function as of layerwise.kernels.Kernel"
+        )
     for kind, spec in plan.attention.items():
         if spec.linear and not spec.mixer:
             raise SpecError(

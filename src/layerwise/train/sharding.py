@@ -86,6 +86,7 @@ def shard_model(model: HybridLM, mesh: DeviceMesh, *, param_dtype: torch.dtype |
 def sum_gradients(model: nn.Module) -> None:
     """Let what torch's fully_shard has sharded in a model sum gradients over ranks, as token_loss needs; FSDP averages.
 
+    To be called after the last fully_shard. Weights that stay whole need `reduce_gradients`.
     Raises SpecError for a model in which nothing is sharded.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
