@@ -174,7 +174,7 @@ def test_an_unknown_backend_is_refused_before_any_layer() -> None:
     plan = random_step(np.random.default_rng(0), [3], specs(2, 2), 1, 1)
     with pytest.raises(SpecError, match=r"unknown attention backend 'flsh'; legal: auto, .*flash"):
         build_routes(plan, 0, solo_world(), backend="flsh")
-    with pytest.raises(SpecError, match=r"backend=5 is neither a name nor a function"):
+    with pytest.raises(SpecError, match=r"backend=5 is neither a name nor a kernel: a function"):
         build_routes(plan, 0, solo_world(), backend=5)  # type: ignore[arg-type]
 
 
