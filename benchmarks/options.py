@@ -15,6 +15,7 @@ from layerwise.files import check_target
 from layerwise.planners import STRATEGIES
 
 ItemT = TypeVar("ItemT")
+GivenT = TypeVar("GivenT")
 
 
 def whole(least: int, most: float = math.inf, of: int = 1) -> Callable[[str], int]:
@@ -61,28 +62,28 @@ def strategies(text: str, known: Iterable[str] = STRATEGIES) -> list[str]:
     return names
 
 
-def _checked(check: Callable[[Path], ItemT], text: str) -> ItemT:
+def _checked(check: Callable[[GivenT], ItemT], given: GivenT) -> ItemT:
     try:
-        return check(Path(text))
+        return check(given)
     except LayerwiseError as error:
         raise ArgumentTypeError(str(error).strip()) from None
 
 
 def target(text: str) -> Path:
     """A file that can be written."""
-    _checked(lambda path: check_target(path, ""), text)
+    _checked(lambda path: check_target(path, ""), Path(text))
     return Path(text)
 
 
 def length_file(text: str) -> Path:
     """A file of sample lengths that can be read."""
-    _checked(read_lengths, text)
+    _checked(read_lengths, Path(text))
     return Path(text)
 
 
 def named_workload(text: str) -> Workload:
     """A workload, by the name of a preset or of a YAML file."""
-    return _checked(lambda _: load_workload(text), text)
+    return _checked(load_workload, text)
 
 
 def picture(text: str) -> Path:

@@ -60,10 +60,9 @@ def main() -> None:
         sys.stderr.write(f"layerwise: {rank}{error}\n")  # in one piece: other ranks write there, too
         sys.stderr.flush()
         if isinstance(error, RankFailedError) and (_has_other_threads() or _is_in_a_process_group()):
+            # What waits for a rank that is gone, to save a checkpoint or within NCCL, would not let this end.
             sys.stdout.flush()
-            os._exit(
-                1
-            )  # what waits for a rank that is gone, to save a checkpoint or within NCCL, would not let this end
+            os._exit(1)
         sys.exit(1)
 
 

@@ -200,7 +200,8 @@ class _PlannedSteps(Dataset[dict[str, Any]]):
                 f"the loader is for {loader.world.num_ranks} ranks and the run has {args.world_size}: make its world "
                 "with layerwise.ProcessWorld, after TrainingArguments"
             )
-        loader, steps = replace(loader, device=args.device), loader.steps
+        loader = replace(loader, device=args.device)
+        steps = loader.steps
         known = len(steps) if isinstance(steps, Sized) else getattr(steps, "num_steps", None)
         if known is not None:
             return cls(loader, known - loader.first_step)

@@ -72,6 +72,7 @@ class Routes:
     moves: by source and target place, for any two places.
     piece_samples: the samples of which this rank holds tokens at some place, ascending, int64 [pieces].
     shard_block: the ranks that share samples with this one, or None; shared_samples: the samples that its ranks share.
+    reached: places that hidden states were at; whoever attends elsewhere has forgotten to relocate them.
     """
 
     world: World
@@ -87,8 +88,6 @@ class Routes:
     piece_samples: Ints
     shard_block: Block | None
     shared_samples: Ints
-
-    # Places that hidden states were at: whoever attends elsewhere has forgotten to relocate them.
     reached: set[str] = field(default_factory=lambda: {HOME})
 
     @property
